@@ -1,0 +1,125 @@
+"""Which path runs, how it is forced, and what explain() says."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+import tpkernels as tpk
+from tpkernels.errors import ArgumentError
+from tpkernels.ops import _paths
+
+
+def test_last_path_tells_what_ran():
+    tpk.matmul(torch.randn(2, 3), torch.randn(3, 4), path="streamk")
+    record = tpk.last_path()
+    assert (record.op, record.transport, record.gemm, record.path) == ("matmul", "none", "streamk", "streamk")
+    assert "M=2 N=4 K=3 float32" in str(record) and "asked for" in str(record)
+
+
+def test_environment_overrides_auto_only(monkeypatch):
+    a, b = torch.randn(2, 3), torch.randn(3, 4)
+    monkeypatch.setenv("TPK_PATH", "gloo+streamk")
+    tpk.matmul(a, b)
+    assert tpk.last_path().path == "streamk"
+    tpk.matmul(a, b, path="blas")
+    assert tpk.last_path().path == "blas"
+    monkeypatch.setenv("TPK_PATH", "turbo")
+    with pytest.raises(ArgumentError, match="TPK_PATH: 'turbo'"):
+        tpk.matmul(a, b)
+
+
+def test_record_paths_counts_and_nests():
+    a, b = torch.randn(2, 3, requires_grad=True), torch.randn(3, 4)
+    with tpk.record_paths() as outer:
+        tpk.matmul(a, b).sum().backward()
+        with tpk.record_paths() as inner:
+            tpk.matmul(a, b, path="streamk")
+    tpk.matmul(a, b)
+    assert inner.counts == {("matmul", "streamk"): 1}
+    assert outer.counts == {("matmul", "blas"): 2, ("matmul", "streamk"): 1}
+    assert "matmul: blas x 2" in str(outer)
+
+
+def test_record_paths_closes_the_right_log():
+    """Two logs with equal contents: closing one must not close the other."""
+    with tpk.record_paths() as outer:
+        with tpk.record_paths():
+            pass
+        tpk.matmul(torch.randn(2, 3), torch.randn(3, 4))
+    assert sum(outer.counts.values()) == 1
+
+
+def test_last_path_is_seen_from_other_threads():
+    thread = threading.Thread(target=lambda: tpk.matmul(torch.randn(5, 3), torch.randn(3, 4), path="streamk"))
+    thread.start()
+    thread.join()
+    assert "M=5" in tpk.last_path().detail
+
+
+@pytest.mark.parametrize(
+    "path,device,expected",
+    [
+        ("auto", "cpu", (None, None)),
+        ("streamk", "cpu", (None, "streamk")),
+        ("nccl", "cuda", ("nccl", "streamk")),
+        ("nccl+cublas", "cuda", ("nccl", "cublas")),
+        ("cublas+nccl", "cuda", ("nccl", "cublas")),
+        ("blas", "cpu", (None, "blas")),
+    ],
+)
+def test_parse(path, device, expected, monkeypatch):
+    monkeypatch.delenv("TPK_PATH", raising=False)
+    assert _paths.parse(path, device, distributed=True) == expected
+
+
+@pytest.mark.parametrize("path", ["", "nccl+gloo", "streamk+blas", "NCCL", "nccl+", "cublas"])
+def test_parse_rejects(path):
+    with pytest.raises(ArgumentError, match="path: "):
+        _paths.parse(path, "cpu", distributed=True)
+
+
+def test_choice_on_cuda_without_a_gpu(monkeypatch):
+    """The decision is a pure function: it can be asked for hardware that is not here."""
+    monkeypatch.setattr(_paths._extensions, "why_not", lambda name: "")
+    assert _paths.choose_gemm(_paths.Request("nccl", "streamk"), "cuda", torch.bfloat16).gemm == "streamk"
+    auto = _paths.choose_gemm(_paths.Request(None, None), "cuda", torch.float32)
+    assert auto.gemm == "cublas" and "float32" in auto.why
+    with pytest.raises(tpk.errors.BackendError, match="takes bfloat16, float16, not float32"):
+        _paths.choose_gemm(_paths.Request(None, "streamk"), "cuda", torch.float32)
+    monkeypatch.setattr(_paths._extensions, "why_not", lambda name: "it was not built")
+    with pytest.raises(tpk.errors.BackendError, match="it was not built"):
+        _paths.choose_gemm(_paths.Request(None, "streamk"), "cuda", torch.bfloat16)
+
+
+def test_explain_local():
+    explanation = tpk.explain("matmul", torch.randn(300, 200), torch.randn(200, 100))
+    assert explanation.path == "blas" and explanation.wire_bytes == 0
+    text = str(explanation)
+    assert "M=300 N=100 K=200" in text and "not on this path" in text
+    plan = tpk.explain("matmul", torch.randn(300, 200), torch.randn(200, 100), path="streamk").plan
+    bm, bn, bk = plan["tile"]
+    assert plan["tiles"] == -(-300 // bm) * -(-100 // bn) and plan["k_iters"] == -(-200 // bk)
+    assert plan["predicted_us"] > 0
+
+
+def test_explain_meta_tensors():
+    meta = dict(device="meta", dtype=torch.bfloat16)
+    explanation = tpk.explain("matmul", torch.empty(8192, 4096, **meta), torch.empty(4096, 14336, **meta))
+    assert "M=8192 N=14336 K=4096 bfloat16" in str(explanation)
+
+
+def test_shard_sizes():
+    assert tpk.shard_sizes(10, 4) == [3, 3, 3, 1]
+    assert tpk.shard_sizes(2, 4) == [1, 1, 0, 0]
+    assert tpk.shard_sizes(0, 3) == [0, 0, 0]
+    for total in range(40):
+        for world in range(1, 9):
+            sizes = tpk.shard_sizes(total, world)
+            assert sum(sizes) == total and len(sizes) == world and min(sizes) >= 0
+            chunks = [len(c) for c in torch.arange(total).chunk(world)] if total else []
+            assert [s for s in sizes if s] == [c for c in chunks if c]
+    with pytest.raises(ArgumentError, match="world"):
+        tpk.shard_sizes(3, 0)

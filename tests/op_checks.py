@@ -1,0 +1,577 @@
+"""What the distributed operations must satisfy, run on the ranks of a pool: gloo in tests/spawn, nccl in tests/gpun.
+
+Every check compares with float64 products of the whole tensors, which each rank can form because all ranks draw the
+same random numbers.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+import tpkernels as tpk
+from tpkernels.testing import assert_close_tiles, gradcheck_ranks
+
+F64 = torch.float64
+
+
+def on_device(ctx, name, *args):
+    """Run a check of this module with the rank's device as the default one."""
+    with ctx.device:
+        return globals()[name](ctx, *args)
+
+
+def pieces(total, world, uneven):
+    """Rows per rank: equal-ish, or uneven with an empty rank."""
+    if not uneven:
+        return tpk.shard_sizes(total, world)
+    sizes = [0] * world
+    for i in range(total):
+        sizes[(i * i) % world if world > 1 else 0] += 1
+    sizes[-1], sizes[0] = (0, sizes[0] + sizes[-1]) if world > 1 else (sizes[-1], sizes[0])
+    return sizes
+
+
+def own(x, dim, sizes, rank):
+    return x.narrow(dim, sum(sizes[:rank]), sizes[rank])
+
+
+def check_all_gather_matmul(ctx, dtype, uneven, path):
+    """2-D and 3-D, both gather dimensions, several weights, biases, activation; forward and backward."""
+    for shape, dim in [((11, 6), 0), ((5, 3, 6), 0), ((3, 7, 6), 1), ((3, 7, 6), -2)]:
+        d = dim % len(shape)
+        sizes = pieces(shape[d], ctx.world, uneven)
+        if not uneven and len(set(sizes)) > 1:  # equal shards need no sizes
+            shape = tuple(n if i != d else n // 1 * ctx.world for i, n in enumerate(shape))
+            sizes = [shape[d] // ctx.world] * ctx.world
+        x = torch.randn(shape, dtype=F64).to(dtype)
+        ns = [4, 5]  # columns of this rank; equal on all ranks here, unequal features are the layers' tests
+        ws = [torch.randn(ctx.world, n, 6, dtype=F64).to(dtype) for n in ns]
+        cs = [torch.randn(ctx.world, n, dtype=F64).to(dtype) for n in ns]
+        gs = [torch.randn(ctx.world, *shape[:-1], n, dtype=F64).to(dtype) for n in ns]
+        for keep, save in [(False, True), (True, True), (False, False)]:
+            shard = own(x, d, sizes, ctx.rank).clone().requires_grad_()
+            weights = [w[ctx.rank].clone().requires_grad_() for w in ws]
+            biases = [cs[0][ctx.rank].clone().requires_grad_(), None]
+            outs = tpk.all_gather_matmul(
+                shard,
+                [w.t() for w in weights],
+                ctx.group,
+                gather_dim=dim,
+                shard_sizes=sizes if uneven else None,
+                biases=biases,
+                activation="gelu",
+                keep_gathered=keep,
+                save_preact=save,
+                path=path,
+            )
+            torch.autograd.backward(outs, [g[ctx.rank] for g in gs])
+            # Oracle: every rank's products of the whole operand, in float64.
+            whole = x.double().clone().requires_grad_()
+            dense_w = [w.double().clone().requires_grad_() for w in ws]
+            dense_c = cs[0].double().clone().requires_grad_()
+            loss = 0
+            for r in range(ctx.world):
+                for i in range(2):
+                    y = whole @ dense_w[i][r].t() + (dense_c[r] if i == 0 else 0)
+                    y = torch.nn.functional.gelu(y)
+                    loss = loss + (y * gs[i][r].double()).sum()
+                    if r == ctx.rank:
+                        assert outs[i].shape == y.shape and outs[i].dtype == dtype
+                        assert_close_tiles(outs[i].flatten(0, -2), y.flatten(0, -2), dtype, k=6)
+            loss.backward()
+            close(shard.grad, own(whole.grad, d, sizes, ctx.rank), dtype, "gradient of a_shard")
+            for i in range(2):
+                close(weights[i].grad, dense_w[i].grad[ctx.rank], dtype, f"gradient of b[{i}]")
+            close(biases[0].grad, dense_c.grad[ctx.rank], dtype, "gradient of the bias")
+
+
+def close(actual, expected, dtype, what):
+    """Gradients pass through rounded intermediates: compare by norm with a bound per dtype."""
+    bound = {F64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}[dtype]
+    assert actual.shape == expected.shape, what
+    if expected.numel() == 0:
+        return
+    error = (actual.double() - expected).norm() / expected.norm().clamp_min(1e-30)
+    assert error < bound, f"{what}: relative error {error:.2e}, bound {bound}"
+
+
+def check_reduce(ctx, dtype, uneven, path):
+    """matmul_reduce_scatter over both dimensions and matmul_all_reduce; bias and residual once."""
+    for shape, dim in [((11, 4), 0), ((5, 3, 4), 0), ((3, 7, 4), 1), ((2, 4), 0)]:
+        d = dim % len(shape)
+        sizes = pieces(shape[d], ctx.world, uneven)
+        n = 5
+        xs = torch.randn(ctx.world, 2, *shape, dtype=F64).to(dtype)
+        ws = torch.randn(ctx.world, 2, n, shape[-1], dtype=F64).to(dtype)
+        bias, residual = torch.randn(n, dtype=F64).to(dtype), torch.randn(*shape[:-1], n, dtype=F64).to(dtype)
+        g = torch.randn(*shape[:-1], n, dtype=F64).to(dtype)
+
+        dense = [t.double().clone().requires_grad_() for t in (xs, ws, bias, residual)]
+        products = [dense[0][r][i] @ dense[1][r][i].t() for r in range(ctx.world) for i in range(2)]
+        y = sum(products) + dense[2] + dense[3]
+        y.backward(g.double())
+
+        for scatter in (True, False):
+            a = [x.clone().requires_grad_() for x in xs[ctx.rank]]
+            b = [w.clone().requires_grad_() for w in ws[ctx.rank]]
+            c = bias.clone().requires_grad_()
+            mine = own(residual, d, sizes, ctx.rank) if scatter else residual
+            r = mine.clone().requires_grad_()
+            operands = (list(a), [w.t() for w in b])
+            if scatter:
+                out = tpk.matmul_reduce_scatter(
+                    *operands,
+                    ctx.group,
+                    scatter_dim=dim,
+                    shard_sizes=sizes if uneven else None,
+                    bias=c,
+                    residual=r,
+                    path=path,
+                )
+                out.backward(own(g, d, sizes, ctx.rank))
+                expected = own(y, d, sizes, ctx.rank)
+            else:
+                out = tpk.matmul_all_reduce(*operands, ctx.group, bias=c, residual=r, path=path)
+                out.backward(g)
+                expected = y
+            assert out.shape == expected.shape and out.dtype == dtype
+            close(out, expected.detach(), dtype, "value")
+            for i in range(2):
+                close(a[i].grad, dense[0].grad[ctx.rank][i], dtype, f"gradient of a[{i}]")
+                close(b[i].grad, dense[1].grad[ctx.rank][i], dtype, f"gradient of b[{i}]")
+            close(c.grad, dense[2].grad, dtype, "gradient of the bias (complete on every rank)")
+            expected_r = own(dense[3].grad, d, sizes, ctx.rank) if scatter else dense[3].grad
+            close(r.grad, expected_r, dtype, "gradient of the residual")
+
+
+def check_matmul_replicated(ctx):
+    x = torch.randn(2, 7, 6, dtype=F64)
+    ws = torch.randn(ctx.world, 2, 5, 6, dtype=F64)
+    g = torch.randn(ctx.world, 2, 2, 7, 5, dtype=F64)
+    a = x.clone().requires_grad_()
+    b = [w.clone().requires_grad_() for w in ws[ctx.rank]]
+    outs = tpk.matmul_replicated(a, [w.t() for w in b], ctx.group, activation="silu")
+    torch.autograd.backward(outs, list(g[ctx.rank]))
+    dense_x, dense_w = x.clone().requires_grad_(), ws.clone().requires_grad_()
+    loss = sum(
+        (torch.nn.functional.silu(dense_x @ dense_w[r][i].t()) * g[r][i]).sum()
+        for r in range(ctx.world)
+        for i in range(2)
+    )
+    loss.backward()
+    close(a.grad, dense_x.grad, F64, "gradient of a (complete on every rank)")
+    for i in range(2):
+        close(b[i].grad, dense_w.grad[ctx.rank][i], F64, "gradient of b")
+    return a.grad
+
+
+def check_gradcheck(ctx):
+    """Finite differences of one loss over all ranks, replicated arguments moved on all ranks together."""
+    group, rank = ctx.group, ctx.rank
+    own_gen = torch.Generator().manual_seed(100 + rank)
+    x = torch.randn(3, 4, dtype=F64, generator=own_gen, device="cpu").to(ctx.device)
+    w = torch.randn(4, 2, dtype=F64, generator=own_gen, device="cpu").to(ctx.device)
+    bias = torch.randn(2, dtype=F64)  # the same on every rank
+    gradcheck_ranks(lambda x, w: tpk.all_gather_matmul(x, w, group, activation="gelu"), [x, w], group=group)
+    gradcheck_ranks(
+        lambda x, w: tpk.all_gather_matmul(x, w, group, return_gathered=True), [x, w], group=group
+    )
+    rows = torch.randn(2 * ctx.world + 1, 4, dtype=F64, generator=own_gen, device="cpu").to(ctx.device)
+    residual = torch.randn(
+        tpk.shard_sizes(rows.shape[0], ctx.world)[rank], 2, dtype=F64, generator=own_gen, device="cpu"
+    ).to(ctx.device)
+    gradcheck_ranks(
+        lambda a, b, c, r: tpk.matmul_reduce_scatter(a, b, group, bias=c, residual=r),
+        [rows, w, bias, residual],
+        replicated=[False, False, True, False],
+        group=group,
+    )
+    whole = torch.randn(2 * ctx.world + 1, 2, dtype=F64)
+    gradcheck_ranks(
+        lambda a, b, c, r: tpk.matmul_all_reduce(a, b, group, bias=c, residual=r),
+        [rows, w, bias, whole],
+        replicated=[False, False, True, True],
+        output_replicated=True,
+        group=group,
+    )
+    same = torch.randn(3, 4, dtype=F64)
+    gradcheck_ranks(
+        lambda a, b: tpk.matmul_replicated(a, b, group, activation="silu"),
+        [same, w],
+        replicated=[True, False],
+        group=group,
+    )
+
+
+def check_regions(ctx):
+    regions, group = tpk.regions, ctx.group
+    sizes = pieces(7, ctx.world, True)
+    x = torch.randn(7, 3, dtype=F64, generator=torch.Generator().manual_seed(ctx.rank), device="cpu").to(
+        ctx.device
+    )
+    same = torch.randn(7, 3, dtype=F64)
+    shard = own(x, 0, sizes, ctx.rank).clone()
+    gradcheck_ranks(
+        lambda x: regions.copy_to_group(x, group) * (ctx.rank + 1), [same], replicated=True, group=group
+    )
+    gradcheck_ranks(lambda x: regions.all_reduce(x, group), [x], output_replicated=True, group=group)
+    gradcheck_ranks(
+        lambda x: regions.all_gather(x, 0, group, shard_sizes=sizes) * (ctx.rank + 1), [shard], group=group
+    )
+    gradcheck_ranks(
+        lambda x: regions.all_gather(x, 0, group, shard_sizes=sizes, replicated_grad=True),
+        [shard],
+        output_replicated=True,
+        group=group,
+    )
+    gradcheck_ranks(lambda x: regions.reduce_scatter(x, 1, group), [x], group=group)
+    gradcheck_ranks(
+        lambda x: regions.split(x, 0, group, shard_sizes=sizes), [same], replicated=True, group=group
+    )
+    assert torch.equal(
+        regions.all_reduce(torch.tensor(float(ctx.rank)), group, op="max"), torch.tensor(ctx.world - 1.0)
+    )
+    assert regions.all_reduce(torch.tensor(1.0), group) == ctx.world
+    ids = regions.all_gather(torch.tensor([ctx.rank]), 0, group)  # integers may be gathered
+    assert ids.tolist() == list(range(ctx.world))
+
+
+def check_sums(ctx, rows, cols):
+    """Bitwise: rank-ordered float32 sum of bfloat16 partials, whatever the collective below."""
+    world, dtype = ctx.world, torch.bfloat16
+    a = torch.randn(world, rows, 8).to(dtype)
+    b = torch.randn(world, 8, cols).to(dtype)
+    bias = torch.randn(cols).to(dtype)
+    partials = [tpk.matmul(a[r], b[r]) for r in range(world)]
+    total = partials[0].float() if world > 1 else tpk.matmul(a[0], b[0], out_dtype=torch.float32)
+    for partial in partials[1:]:
+        total = total + partial
+    expected = (total + bias).to(dtype)
+    first = None
+    for _ in range(5):
+        out = tpk.matmul_all_reduce(a[ctx.rank], b[ctx.rank], ctx.group, bias=bias)
+        assert torch.equal(out, expected)
+        shard = tpk.matmul_reduce_scatter(a[ctx.rank], b[ctx.rank], ctx.group, bias=bias)
+        assert torch.equal(shard, own(expected, 0, tpk.shard_sizes(rows, world), ctx.rank))
+        first = out if first is None else first
+        assert torch.equal(out, first)
+
+
+def check_empty(ctx):
+    world, group = ctx.world, ctx.group
+    for rows in (0, 1):  # fewer rows than ranks
+        sizes = tpk.shard_sizes(rows, world)
+        x = torch.randn(sizes[ctx.rank], 4, requires_grad=True)
+        y, gathered = tpk.all_gather_matmul(
+            x, torch.ones(4, 3), group, shard_sizes=sizes, return_gathered=True
+        )
+        assert y.shape == (rows, 3) and gathered.shape == (rows, 4)
+        y.sum().backward()
+        assert torch.equal(x.grad, torch.full_like(x, 3.0 * world))
+        z = tpk.matmul_reduce_scatter(torch.ones(rows, 4), torch.ones(4, 3), group)
+        assert torch.equal(z, torch.full((sizes[ctx.rank], 3), 4.0 * world))
+    bias = torch.arange(3.0)
+    for out in (
+        tpk.matmul_all_reduce(torch.ones(2, 0), torch.ones(0, 3), group, bias=bias),
+        tpk.all_gather_matmul(torch.ones(1, 0), torch.ones(0, 3), group, biases=bias)[:2],
+    ):
+        assert torch.equal(out, bias.expand(out.shape[0], 3))
+    assert tpk.matmul_all_reduce(torch.ones(2, 4), torch.ones(4, 0), group).shape == (2, 0)
+
+
+def check_non_contiguous(ctx):
+    group = ctx.group
+    x = torch.randn(6, 5, 4).permute(2, 0, 1)[::2]  # [2, 6, 5], no unit stride in the last dimension
+    w = torch.randn(8, 10)[::2, ::2].t()
+    gathered = tpk.regions.all_gather(x, 1, group)
+    assert torch.allclose(tpk.all_gather_matmul(x, w, group, gather_dim=1), gathered @ w, atol=1e-5)
+    whole = tpk.matmul_all_reduce(x, w, group)
+    assert torch.allclose(whole, ctx.world * (x @ w), atol=1e-4)
+    shard = tpk.matmul_reduce_scatter(x, w, group, scatter_dim=1)
+    assert torch.equal(shard, own(whole, 1, tpk.shard_sizes(6, ctx.world), ctx.rank))
+
+
+def check_group_forms(ctx):
+    x, w = torch.randn(2, 3), torch.randn(3, 4)
+    by_object = tpk.all_gather_matmul(x, w, ctx.group)
+    assert torch.equal(by_object, tpk.all_gather_matmul(x, w, ctx.group_name))
+    mesh = DeviceMesh.from_group(ctx.group, ctx.device.type)
+    assert torch.equal(by_object, tpk.all_gather_matmul(x, w, mesh))
+    explanation = tpk.explain("all_gather_matmul", x, w, ctx.group)
+    expected = "nccl+cublas" if x.is_cuda else "gloo+blas"
+    assert explanation.path == expected == tpk.last_path().path
+    assert explanation.wire_bytes == (ctx.world - 1) * x.numel() * 4
+    assert tpk.explain("matmul_replicated", x, w, ctx.group).path == expected.partition("+")[2]
+
+
+def expect(kind, words, call):
+    """``call`` raises an exception of this kind whose message holds all the words."""
+    try:
+        call()
+    except kind as error:
+        missing = [w for w in words if w not in str(error)]
+        assert not missing, f"missing {missing} in: {error}"
+        return
+    raise AssertionError(f"expected {kind.__name__}, nothing was raised")
+
+
+def check_disagreement(ctx):
+    """Under TPK_CHECK=1 ranks that disagree all get an error, nobody hangs, and the group still works."""
+    group, rank = ctx.group, ctx.rank
+    last = ctx.world - 1
+    mismatch, w = tpk.errors.MismatchError, torch.randn(4, 5)
+    odd = rank == last
+    expect(
+        mismatch,
+        ["all_gather_matmul", "gather_dim", "shape", f"on rank {last}"],
+        lambda: tpk.all_gather_matmul(
+            torch.randn(3, 6 if odd else 4), torch.randn(6 if odd else 4, 5), group
+        ),
+    )
+    expect(
+        mismatch, ["shard_sizes"], lambda: tpk.all_gather_matmul(torch.randn(4 if odd else 3, 4), w, group)
+    )
+    dtype = torch.float16 if odd else torch.bfloat16
+    expect(
+        mismatch,
+        ["dtype", "bfloat16", "float16"],
+        lambda: tpk.matmul_all_reduce(torch.randn(3, 4).to(dtype), w.to(dtype), group),
+    )
+    expect(
+        mismatch,
+        ["product's shape"],
+        lambda: tpk.matmul_reduce_scatter(torch.randn(6, 4), torch.randn(4, 7 if odd else 5), group),
+    )
+    expect(
+        mismatch,
+        ["operation", "matmul_reduce_scatter", "matmul_all_reduce"],
+        lambda: (tpk.matmul_reduce_scatter if odd else tpk.matmul_all_reduce)(torch.randn(6, 4), w, group),
+    )
+    expect(
+        mismatch,
+        ["bias given"],
+        lambda: tpk.matmul_all_reduce(torch.randn(6, 4), w, group, bias=torch.randn(5) if odd else None),
+    )
+    # A bad argument on one rank only: that rank says what is wrong, the others say which rank failed.
+    kind, words = (
+        (tpk.errors.ShapeError, ["b: expected 3 rows"])
+        if odd
+        else (mismatch, [f"rank {last} raised ShapeError"])
+    )
+    expect(kind, words, lambda: tpk.matmul_all_reduce(torch.randn(6, 3 if odd else 4), w, group))
+    kind, words = (tpk.errors.DTypeError, ["a_shard"]) if odd else (mismatch, ["DTypeError"])
+    x = torch.ones(3, 4, dtype=torch.int64) if odd else torch.ones(3, 4)
+    expect(kind, words, lambda: tpk.all_gather_matmul(x, w, group))
+    # Uneven shards that fit are fine, and nothing was left behind in the group.
+    sizes = [2] * last + [5]
+    y = tpk.all_gather_matmul(torch.ones(sizes[rank], 4), torch.ones(4, 3), group, shard_sizes=sizes)
+    assert torch.equal(y, torch.full((sum(sizes), 3), 4.0))
+
+
+def check_arguments(ctx):
+    """Bad arguments that every rank passes alike."""
+    group, errors = ctx.group, tpk.errors
+    x, w = torch.randn(3, 4), torch.randn(4, 5)
+    sizes = [3] * ctx.world
+    gather = tpk.all_gather_matmul
+    expect(errors.ShapeError, ["b", "4 rows", "[5, 4]"], lambda: gather(x, w.t(), group))
+    expect(errors.ShapeError, ["b[1]", "4 rows"], lambda: gather(x, [w, w.t()], group))
+    expect(errors.ShapeError, ["b", "2 dimensions"], lambda: gather(x, w.expand(2, 4, 5), group))
+    expect(errors.ArgumentError, ["b", "empty list"], lambda: gather(x, [], group))
+    expect(
+        errors.ArgumentError, ["biases", "2 in all, got 1"], lambda: gather(x, [w, w], group, biases=[None])
+    )
+    expect(
+        errors.ShapeError,
+        ["biases[1]", "[5]"],
+        lambda: gather(x, [w, w], group, biases=[None, torch.ones(4)]),
+    )
+    expect(errors.ArgumentError, ["gather_dim", "which is K"], lambda: gather(x, w, group, gather_dim=1))
+    expect(errors.ArgumentError, ["gather_dim", "-2 to 1"], lambda: gather(x, w, group, gather_dim=2))
+    expect(
+        errors.ArgumentError,
+        ["shard_sizes", "one size per rank"],
+        lambda: gather(x, w, group, shard_sizes=[3]),
+    )
+    expect(
+        errors.ArgumentError,
+        ["shard_sizes", "a_shard has 3"],
+        lambda: gather(x, w, group, shard_sizes=[4] * ctx.world),
+    )
+    expect(
+        errors.ArgumentError,
+        ["shard_sizes", "0 or more"],
+        lambda: gather(x, w, group, shard_sizes=[*sizes[1:], -3]),
+    )
+    expect(errors.ArgumentError, ["activation"], lambda: gather(x, w, group, activation="swish"))
+    expect(errors.DTypeError, ["b", "bfloat16"], lambda: gather(x, w.bfloat16(), group))
+    expect(errors.DTypeError, ["a_shard", "complex64"], lambda: gather(x.to(torch.complex64), w, group))
+    expect(errors.DTypeError, ["b[0]", "Tensor"], lambda: gather(x, [3], group))
+    scatter = tpk.matmul_reduce_scatter
+    expect(errors.ArgumentError, ["shard_sizes", "sum to"], lambda: scatter(x, w, group, shard_sizes=sizes))
+    expect(errors.ArgumentError, ["a, b", "2 and 1"], lambda: scatter([x, x], w, group))
+    expect(errors.ShapeError, ["a[1], b[1]"], lambda: scatter([x, x[:2]], [w, w], group))
+    expect(
+        errors.ShapeError,
+        ["residual", "this rank's output"],
+        lambda: scatter(x, w, group, residual=torch.randn(9, 5)),
+    )
+    expect(
+        errors.DTypeError,
+        ["residual", "float32", "float64"],
+        lambda: tpk.matmul_all_reduce(x, w, group, residual=torch.randn(3, 5).double()),
+    )
+    expect(errors.ShapeError, ["bias", "[5]"], lambda: tpk.matmul_all_reduce(x, w, group, bias=torch.ones(4)))
+    wrong = "nccl" if ctx.backend == "gloo" else "gloo"
+    expect(errors.ArgumentError, ["path", wrong], lambda: tpk.matmul_all_reduce(x, w, group, path=wrong))
+    expect(errors.ArgumentError, ["op", "'mean'"], lambda: tpk.regions.all_reduce(x, group, op="mean"))
+    expect(errors.ArgumentError, ["dim"], lambda: tpk.regions.split(x, 5, group))
+
+
+def check_not_a_member(ctx):
+    """Ranks outside a group get a sentence; its members work."""
+    import torch.distributed as dist
+
+    group = dist.new_group([0])
+    call = lambda: tpk.all_gather_matmul(torch.ones(2, 3), torch.ones(3, 4), group)  # noqa: E731
+    if ctx.rank == 0:
+        assert call().shape == (2, 4)
+    else:
+        expect(tpk.errors.GroupError, ["group", "not a member"], call)
+
+
+def check_wrong_device(ctx):
+    """NCCL with CPU tensors."""
+    x, w = torch.ones(2, 3, device="cpu"), torch.ones(3, 4, device="cpu")
+    for call in (
+        tpk.all_gather_matmul,
+        tpk.matmul_reduce_scatter,
+        tpk.matmul_all_reduce,
+        tpk.matmul_replicated,
+    ):
+        expect(tpk.errors.DeviceError, ["on cpu", "nccl"], lambda call=call: call(x, w, ctx.group))
+    expect(
+        tpk.errors.DeviceError,
+        ["b", "cuda", "cpu"],
+        lambda: tpk.all_gather_matmul(x.to(ctx.device), w, ctx.group),
+    )
+
+
+def check_large(ctx):
+    """Sizes at which the kernel splits tiles and collectives take their bulk paths."""
+    dtype, world = torch.bfloat16, ctx.world
+    m, n, k = 512, 768, 1024
+    x = torch.randn(world * m, k).to(dtype)
+    w = torch.randn(world, n, k).to(dtype)
+    out = tpk.all_gather_matmul(own(x, 0, [m] * world, ctx.rank), w[ctx.rank].t(), ctx.group, path="nccl")
+    assert_close_tiles(out, x.double() @ w[ctx.rank].double().t(), dtype, k=k)
+    parts = torch.randn(world, world * m, k).to(dtype)
+    y = tpk.matmul_reduce_scatter(parts[ctx.rank], w[ctx.rank].t(), ctx.group, path="nccl")
+    whole = sum(parts[r].double() @ w[r].double().t() for r in range(world))
+    expected = own(whole, 0, [m] * world, ctx.rank)
+    # Every partial was rounded once for the wire: its error is relative to the partials, not to their sum.
+    scale = max(float((parts[r].double() @ w[r].double().t()).abs().max()) for r in range(world))
+    assert float((y.double() - expected).abs().max()) < world * scale * 2.0**-8
+    first = y
+    for _ in range(200):
+        assert torch.equal(
+            first, tpk.matmul_reduce_scatter(parts[ctx.rank], w[ctx.rank].t(), ctx.group, path="nccl")
+        )
+
+
+def check_cuda_graph(ctx):
+    """Captured and replayed with new data, mixed with eager calls."""
+    dtype, group = torch.bfloat16, ctx.group
+    x, w = torch.randn(64, 128).to(dtype), torch.randn(128, 96).to(dtype)
+
+    def step():
+        y = tpk.all_gather_matmul(x, w, group, path="nccl", activation="gelu")
+        return tpk.matmul_reduce_scatter(y, w.t(), group, path="nccl")
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        out = step()
+    for _ in range(20):
+        x.copy_(torch.randn(64, 128))
+        out.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(out, step())
+
+
+def check_side_stream(ctx):
+    """On a stream of the caller's: no use of the default stream behind its back."""
+    dtype = torch.bfloat16
+    x, w = torch.randn(256, 512).to(dtype), torch.randn(512, 256).to(dtype)
+    expected = tpk.matmul_all_reduce(x, w, ctx.group, path="nccl")
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(10_000_000)
+        late = x * 1
+        out = tpk.matmul_all_reduce(late, w, ctx.group, path="nccl")
+    side.synchronize()
+    assert torch.equal(out, expected)
+
+
+def check_compile(ctx):
+    """One graph under torch.compile(fullgraph=True, dynamic=True), equal to eager, forward and backward."""
+    group = ctx.group
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    def block(x, w1, w2, bias):
+        h = tpk.all_gather_matmul(x, [w1.t(), w1.t()], group, activation="silu", biases=[bias, None])
+        y = tpk.matmul_reduce_scatter(h[0] * h[1], w2.t(), group, residual=x)
+        y = tpk.matmul_replicated(y, w1.t(), group.group_name)
+        return tpk.regions.all_reduce(tpk.matmul_all_reduce(y, w2.t(), group), group)
+
+    w1, w2, bias = (torch.randn(s, requires_grad=True) for s in ((6, 4), (4, 6), (6,)))
+    for name, sizes in ((backend, (5, 8, 13)), ("aot_eager", (5, 8)), ("inductor", (5, 8))):
+        torch._dynamo.reset()
+        compiled = torch.compile(block, fullgraph=True, dynamic=True, backend=name)
+        for rows in sizes:
+            x = torch.randn(rows, 4, requires_grad=True)
+            results = []
+            for run in (compiled, block):
+                out = run(x, w1, w2, bias)
+                out.square().sum().backward()
+                results.append((out.detach(), *(t.grad for t in (x, w1, w2, bias))))
+                for t in (x, w1, w2, bias):
+                    t.grad = None
+            for got, expected in zip(*results, strict=True):
+                assert torch.allclose(got, expected, rtol=1e-4, atol=1e-3), (name, rows)
+    assert len(graphs) == 1, len(graphs)
+
+
+def check_opcheck(ctx):
+    """torch.library.opcheck of every distributed op (schema, fake, autograd registration, AOT dispatch)."""
+    ops, name = torch.ops.tpkernels, ctx.group_name
+    x = torch.randn(4, 3, requires_grad=True)
+    w, v = torch.randn(3, 5, requires_grad=True), torch.randn(3, 5)
+    bias = torch.randn(5, requires_grad=True)
+    y = torch.randn(2 * ctx.world, 3, requires_grad=True)
+    cases = [
+        (ops.all_gather_matmul, (x, [w, v], [bias], [1], "gelu", 0, None, name, None, True, True, True)),
+        (ops.all_gather_matmul, (x, [w], [], [], "none", 0, [4] * ctx.world, name)),
+        (ops.matmul_replicated, (x, [w, v], [bias], [0], "silu", name, None, True)),
+        (ops.matmul_reduce_scatter, ([y], [w], bias, None, 0, None, name)),
+        (ops.matmul_reduce_scatter, ([y, y], [w, v], None, torch.randn(2, 5), 0, [2] * ctx.world, name)),
+        (ops.matmul_all_reduce, ([y], [w], bias, torch.randn(2 * ctx.world, 5), name)),
+        (ops.copy_to_group, (x, name)),
+        (ops.all_reduce, (x, "sum", name)),
+        (ops.all_gather, (x, 0, None, name)),
+        (ops.reduce_scatter, (x, 0, None, name)),
+        (ops.split, (x, 0, None, name)),
+    ]
+    for op, args in cases:
+        torch.library.opcheck(op.default, args)

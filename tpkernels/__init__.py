@@ -1,0 +1,43 @@
+"""Tensor-parallel kernels for PyTorch: products fused with the collectives around them.
+
+>>> import tpkernels as tpk
+>>> y = tpk.all_gather_matmul(x_shard, weight.t(), group)  # doctest: +SKIP
+>>> tpk.last_path()  # doctest: +SKIP
+
+Operations are documented in :mod:`tpkernels.ops.api`, layers in :mod:`tpkernels.nn`, errors in
+:mod:`tpkernels.errors`.
+"""
+
+from tpkernels import errors
+from tpkernels._extensions import status
+from tpkernels._version import __version__
+from tpkernels.ops import regions
+from tpkernels.ops._groups import shard_sizes
+from tpkernels.ops._paths import PathLog, PathRecord, last_path, record_paths
+from tpkernels.ops.api import (
+    all_gather_matmul,
+    matmul,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+    matmul_replicated,
+)
+from tpkernels.ops.explain import Explanation, explain
+
+__all__ = [
+    "Explanation",
+    "PathLog",
+    "PathRecord",
+    "__version__",
+    "all_gather_matmul",
+    "errors",
+    "explain",
+    "last_path",
+    "matmul",
+    "matmul_all_reduce",
+    "matmul_reduce_scatter",
+    "matmul_replicated",
+    "record_paths",
+    "regions",
+    "shard_sizes",
+    "status",
+]

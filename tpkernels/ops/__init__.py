@@ -1,0 +1,1 @@
+"""Operations: :mod:`tpkernels.ops.api` has the public ones."""

@@ -1,0 +1,183 @@
+"""Which path an operation takes: how it is asked for, how it is chosen, and what really ran.
+
+A path is ``transport+gemm``. ``transport`` carries data between ranks ("nccl", "gloo"; "none" for a local
+product), ``gemm`` multiplies:
+
+========  ======  =====================================================================
+gemm      device  what it is
+========  ======  =====================================================================
+streamk   both    our Stream-K kernel (CUDA), or its executor on CPU threads
+cublas    cuda    torch's own product
+blas      cpu     torch's own product
+========  ======  =====================================================================
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from tpkernels import _extensions
+from tpkernels.errors import ArgumentError, BackendError
+
+GEMMS = {"cuda": ("streamk", "cublas"), "cpu": ("streamk", "blas"), "meta": ("streamk", "cublas", "blas")}
+TRANSPORTS = ("nccl", "gloo", "mpi", "ucc", "fake")
+STREAMK_DTYPES = {
+    "cpu": (torch.float64, torch.float32, torch.bfloat16, torch.float16),
+    "cuda": (torch.bfloat16, torch.float16),
+}
+
+
+class Request(NamedTuple):
+    """A parsed ``path`` argument; ``None`` leaves the choice open."""
+
+    transport: str | None
+    gemm: str | None
+
+
+class Choice(NamedTuple):
+    """The local product's path and the reason for it."""
+
+    gemm: str
+    why: str
+
+
+@dataclass(frozen=True)
+class PathRecord:
+    """What one call really ran.
+
+    Attributes:
+        op: operation, such as ``"all_gather_matmul"``.
+        transport: what carried data between ranks; ``"none"`` where nothing travelled.
+        gemm: ``"streamk"``, ``"cublas"`` or ``"blas"``; ``"none"`` for a pure collective.
+        detail: sizes of the product on this rank.
+        why: reason for the choice.
+    """
+
+    op: str
+    transport: str
+    gemm: str
+    detail: str = ""
+    why: str = ""
+
+    @property
+    def path(self) -> str:
+        """The path in the form that the ``path`` argument takes, such as ``"nccl+streamk"``."""
+        return self.gemm if self.transport == "none" else f"{self.transport}+{self.gemm}"
+
+    def __str__(self) -> str:
+        return f"{self.op}: {self.path} ({self.detail}; {self.why})"
+
+
+@dataclass
+class PathLog:
+    """Every call made while the log was open, counted by (operation, path)."""
+
+    counts: dict[tuple[str, str], int] = field(default_factory=dict)
+    last: PathRecord | None = None
+
+    def add(self, record: PathRecord) -> None:
+        key = (record.op, record.path)
+        self.counts[key] = self.counts.get(key, 0) + 1
+        self.last = record
+
+    def __str__(self) -> str:
+        return "\n".join(f"{op}: {path} x {n}" for (op, path), n in sorted(self.counts.items()))
+
+
+_last: PathRecord | None = None
+_logs: list[PathLog] = []
+
+
+def last_path() -> PathRecord | None:
+    """What the most recent tpkernels call of this process ran (backward passes included), or None."""
+    return _last
+
+
+@contextmanager
+def record_paths() -> Iterator[PathLog]:
+    """Count the paths of all calls inside the ``with`` block, forward and backward."""
+    log = PathLog()
+    _logs.append(log)
+    try:
+        yield log
+    finally:
+        # By identity: two logs with equal contents compare equal.
+        _logs[:] = [other for other in _logs if other is not log]
+
+
+def record(op: str, transport: str, gemm: str, detail: str = "", why: str = "") -> None:
+    """Note what ran; called by every implementation."""
+    global _last
+    _last = PathRecord(op, transport, gemm, detail, why)
+    for log in _logs:
+        log.add(_last)
+
+
+def parse(path: str, device_type: str, *, distributed: bool) -> Request:
+    """Parse a ``path`` argument; ``"auto"`` is replaced by the environment variable TPK_PATH where set."""
+    name = "path"
+    if path == "auto":
+        path = os.environ.get("TPK_PATH", "auto")
+        name = "TPK_PATH"
+        if path == "auto":
+            return Request(None, None)
+    transport: str | None = None
+    gemm: str | None = None
+    for part in path.split("+"):
+        if part in TRANSPORTS and transport is None:
+            transport = part
+        elif part in GEMMS.get(device_type, ()) and gemm is None:
+            gemm = part
+        else:
+            allowed = ["auto", *GEMMS.get(device_type, ()), "<transport>", "<transport>+<gemm>"]
+            raise ArgumentError(
+                f"{name}: {path!r} is not a path on {device_type}; expected one of {', '.join(allowed)}, where a "
+                f"transport is one of {', '.join(TRANSPORTS)}."
+            )
+    if not distributed:
+        # TPK_PATH=nccl+cublas means cublas for a local product; a transport alone means our own kernel.
+        transport = None
+    return Request(transport, gemm or "streamk")
+
+
+def check_transport(request: Request, transport: str, group_name: str) -> None:
+    """A transport that was asked for must be the one that the group has."""
+    if request.transport is not None and request.transport != transport:
+        raise ArgumentError(
+            f"path: {request.transport!r} was asked for, but group {group_name!r} carries these tensors by "
+            f"{transport!r}; pass path='auto' or create the group with backend={request.transport!r}."
+        )
+
+
+def choose_gemm(request: Request, device_type: str, dtype: torch.dtype) -> Choice:
+    """Decide who multiplies. Pure, apart from asking which extensions are loaded."""
+    if device_type == "meta":
+        return Choice(request.gemm or "streamk", "meta tensors: nothing runs")
+    missing = streamk_missing(device_type, dtype)
+    if request.gemm == "streamk":
+        if missing is not None:
+            raise BackendError(f"path: 'streamk' was asked for, but {missing}; pass path='auto'.")
+        return Choice("streamk", "asked for")
+    if request.gemm is not None:
+        return Choice(request.gemm, "asked for")
+    library = "cublas" if device_type == "cuda" else "blas"
+    if missing is not None:
+        return Choice(library, missing)
+    return Choice(library, "faster than the portable kernel on this device")
+
+
+def streamk_missing(device_type: str, dtype: torch.dtype) -> str | None:
+    """Why our kernel cannot run here, or None if it can."""
+    allowed = STREAMK_DTYPES.get(device_type, ())
+    if dtype not in allowed:
+        names = ", ".join(str(d).removeprefix("torch.") for d in allowed)
+        return f"the {device_type} Stream-K kernel takes {names or 'nothing'}, not {str(dtype).removeprefix('torch.')}"
+    if device_type == "cuda":
+        return _extensions.why_not("_C_sm80") or None
+    return None

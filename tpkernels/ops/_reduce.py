@@ -1,0 +1,297 @@
+"""``tpkernels::matmul_reduce_scatter`` and ``tpkernels::matmul_all_reduce``: products of row-parallel layers.
+
+Both form ``sum_i a_i @ b_i`` on every rank (a list, because the gradient of a product with several weights is
+such a sum), then sum over the group. Partials are rounded to the output's dtype for the wire, added in rank
+order in float32 (float64), then bias and residual are added once, and the result is rounded once.
+
+=====================  ==========================  ====================================
+forward                gradient of an operand      gradient of a weight
+=====================  ==========================  ====================================
+matmul_reduce_scatter  all-gathered dY times W^T   X^T times the dY just gathered
+matmul_all_reduce      dY W^T                      X^T dY
+=====================  ==========================  ====================================
+
+The bias is replicated, so its gradient is complete (summed over all rows) and equal on every rank; so is the
+residual of matmul_all_reduce. The residual of matmul_reduce_scatter is sharded as the output is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tpkernels.errors import ArgumentError, ShapeError
+from tpkernels.ops import _agreement, _checks, _collectives, _gemm, _groups, _paths
+from tpkernels.ops._groups import Group
+from tpkernels.ops._matmul import product, sum_rows, weight_grad
+from tpkernels.ops._registry import register
+
+
+class _Plan(NamedTuple):
+    group: Group
+    dim: int
+    sizes: list[int]
+    shape: list[int]  # of the whole product on this rank
+    out_dtype: torch.dtype
+    transport: str
+    choice: _paths.Choice
+
+
+def _plan(
+    group: Group,
+    as_: Sequence[Tensor],
+    bs: Sequence[Tensor],
+    bias: Tensor | None,
+    out_dtype: torch.dtype | None,
+    path: str,
+    scatter: tuple[int, Sequence[int] | None] | None,
+) -> _Plan:
+    """Check everything; ``scatter`` is (dim, sizes) for a reduce-scatter, None for an all-reduce."""
+    if len(as_) == 0 or len(as_) != len(bs):
+        raise ArgumentError(
+            f"a, b: expected as many operands as weights, at least one, got {len(as_)} and {len(bs)}."
+        )
+    label = (lambda name, i: name) if len(as_) == 1 else (lambda name, i: f"{name}[{i}]")
+    for i, (a, b) in enumerate(zip(as_, bs, strict=True)):
+        _checks.check_product(label("a", i), a, label("b", i), b)
+        _checks.check_weight(label("b", i), b)
+        if i > 0:
+            _checks.check_like(label("a", i), a, "a[0]", as_[0])
+            if a.shape[:-1] != as_[0].shape[:-1] or b.shape[1] != bs[0].shape[1]:
+                raise ShapeError(
+                    f"a[{i}], b[{i}]: their product {[*a.shape[:-1], b.shape[1]]} must have the shape of the first, "
+                    f"{[*as_[0].shape[:-1], bs[0].shape[1]]}, as the products are summed."
+                )
+    a, b = as_[0], bs[0]
+    shape = [*a.shape[:-1], b.shape[1]]
+    _checks.check_bias("bias", bias, b.shape[1], "a", a)
+    dtype = _checks.check_out_dtype(out_dtype, a.dtype)
+    dim, sizes = 0, []
+    if scatter is not None:
+        dim = _checks.check_dim("scatter_dim", scatter[0], "a", a)
+        sizes = _groups.scatter_sizes(shape[dim], scatter[1], group, "a")
+    transport = _groups.transport_of(group, a.device, "a")
+    request = _paths.parse(path, a.device.type, distributed=True)
+    _paths.check_transport(request, transport, group.name)
+    choice = _paths.choose_gemm(request, a.device.type, a.dtype)
+    return _Plan(group, dim, sizes, shape, dtype, transport, choice)
+
+
+def _own_shape(plan: _Plan) -> list[int]:
+    shape = list(plan.shape)
+    shape[plan.dim] = plan.sizes[plan.group.rank]
+    return shape
+
+
+def _partial(plan: _Plan, as_: Sequence[Tensor], bs: Sequence[Tensor]) -> Tensor:
+    """This rank's ``sum_i a_i @ b_i``: rounded once if it will travel, wide if it is all there is."""
+    wide = _collectives.accumulate_dtype(plan.out_dtype)
+    single = len(as_) == 1 and plan.group.world > 1
+    total = _gemm.run(plan.choice, as_[0], bs[0], out_dtype=plan.out_dtype if single else wide).out
+    for a, b in zip(as_[1:], bs[1:], strict=True):
+        _gemm.accumulate(plan.choice, a, b, total)
+    return total
+
+
+def _note(op: str, plan: _Plan, as_: Sequence[Tensor], bs: Sequence[Tensor]) -> None:
+    detail = ", ".join(_gemm.describe(a, b) for a, b in zip(as_, bs, strict=True))
+    _paths.record(op, plan.transport, plan.choice.gemm, detail, plan.choice.why)
+
+
+def _facts(
+    as_: Sequence[Tensor], plan: _Plan, bias: Tensor | None, residual: Tensor | None
+) -> dict[str, object]:
+    return {
+        "a's dtype": str(as_[0].dtype),
+        "the product's shape": plan.shape,
+        "the output's dtype": str(plan.out_dtype),
+        "bias given": bias is not None,
+        "residual given": residual is not None,
+    }
+
+
+def _matmul_reduce_scatter(
+    a: list[Tensor],
+    b: list[Tensor],
+    bias: Tensor | None,
+    residual: Tensor | None,
+    scatter_dim: int,
+    shard_sizes: list[int] | None,
+    group_name: str,
+    out_dtype: torch.dtype | None = None,
+    path: str = "auto",
+) -> Tensor:
+    group = _groups.resolve(group_name)
+
+    def validate() -> _Plan:
+        plan = _plan(group, a, b, bias, out_dtype, path, (scatter_dim, shard_sizes))
+        _checks.check_residual(residual, _own_shape(plan), plan.out_dtype, a[0])
+        return plan
+
+    plan = _agreement.validated(
+        "matmul_reduce_scatter",
+        group,
+        _sample(a),
+        validate,
+        lambda plan: {
+            **_facts(a, plan, bias, residual),
+            "scatter_dim": plan.dim,
+            "shard_sizes (or those that None stands for)": plan.sizes,
+        },
+    )
+    out = _collectives.reduce_scatter(
+        _partial(plan, a, b), plan.dim, plan.sizes, group, plan.out_dtype, bias=bias, residual=residual
+    )
+    _note("matmul_reduce_scatter", plan, a, b)
+    return out
+
+
+def _matmul_reduce_scatter_fake(
+    a: list[Tensor],
+    b: list[Tensor],
+    bias: Tensor | None,
+    residual: Tensor | None,
+    scatter_dim: int,
+    shard_sizes: list[int] | None,
+    group_name: str,
+    out_dtype: torch.dtype | None = None,
+    path: str = "auto",
+) -> Tensor:
+    plan = _plan(_groups.resolve(group_name), a, b, bias, out_dtype, path, (scatter_dim, shard_sizes))
+    shape = _own_shape(plan)
+    _checks.check_residual(residual, shape, plan.out_dtype, a[0])
+    return a[0].new_empty(shape, dtype=plan.out_dtype)
+
+
+def _matmul_all_reduce(
+    a: list[Tensor],
+    b: list[Tensor],
+    bias: Tensor | None,
+    residual: Tensor | None,
+    group_name: str,
+    out_dtype: torch.dtype | None = None,
+    path: str = "auto",
+) -> Tensor:
+    group = _groups.resolve(group_name)
+
+    def validate() -> _Plan:
+        plan = _plan(group, a, b, bias, out_dtype, path, None)
+        _checks.check_residual(residual, plan.shape, plan.out_dtype, a[0])
+        return plan
+
+    plan = _agreement.validated(
+        "matmul_all_reduce", group, _sample(a), validate, lambda plan: _facts(a, plan, bias, residual)
+    )
+    out = _collectives.all_reduce_sum(
+        _partial(plan, a, b), group, plan.out_dtype, bias=bias, residual=residual
+    )
+    _note("matmul_all_reduce", plan, a, b)
+    return out
+
+
+def _matmul_all_reduce_fake(
+    a: list[Tensor],
+    b: list[Tensor],
+    bias: Tensor | None,
+    residual: Tensor | None,
+    group_name: str,
+    out_dtype: torch.dtype | None = None,
+    path: str = "auto",
+) -> Tensor:
+    plan = _plan(_groups.resolve(group_name), a, b, bias, out_dtype, path, None)
+    _checks.check_residual(residual, plan.shape, plan.out_dtype, a[0])
+    return a[0].new_empty(plan.shape, dtype=plan.out_dtype)
+
+
+def _sample(a: Sequence[Tensor]) -> Tensor:
+    return a[0] if len(a) > 0 else torch.empty(0)
+
+
+def _scatter_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    a, b, _, residual, dim, sizes, group, _, path = inputs
+    ctx.n, ctx.has_residual = len(a), residual is not None
+    ctx.dim, ctx.sizes, ctx.group, ctx.path = dim % a[0].dim(), sizes, group, path
+    ctx.save_for_backward(*a, *b)
+
+
+def _scatter_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    n = ctx.n
+    as_, bs = ctx.saved_tensors[:n], ctx.saved_tensors[n:]
+    sizes = ctx.sizes
+    if sizes is None:
+        rows = _groups.shard_sizes(as_[0].shape[ctx.dim], _groups.resolve(ctx.group).world)
+        sizes = None if all(size is rows[0] for size in rows) else rows  # equal shards keep shapes simple
+    dy = grad.to(as_[0].dtype)
+    need_as, need_bs, need_bias = ctx.needs_input_grad[:3]  # nested as the inputs are
+    grad_as: list[Tensor | None] = [None] * n
+    whole = None
+    if any(need_as):
+        wanted = [i for i in range(n) if need_as[i]]
+        *products, whole = torch.ops.tpkernels.all_gather_matmul(
+            dy,
+            [bs[i].t() for i in wanted],
+            [],
+            [],
+            "none",
+            ctx.dim,
+            sizes,
+            ctx.group,
+            None,
+            False,
+            True,
+            False,
+            ctx.path,
+        )
+        for i, value in zip(wanted, products, strict=True):
+            grad_as[i] = value
+    elif any(need_bs) or need_bias:
+        whole = torch.ops.tpkernels.all_gather(dy, ctx.dim, sizes, ctx.group, False)
+    grad_bs = [
+        weight_grad(a, whole, b.shape, ctx.path) if need and whole is not None else None
+        for need, a, b in zip(need_bs, as_, bs, strict=True)
+    ]
+    grad_bias = sum_rows(whole) if need_bias and whole is not None else None
+    grad_residual = grad if ctx.has_residual else None
+    return (grad_as, grad_bs, grad_bias, grad_residual, *(None,) * 5)
+
+
+def _all_reduce_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    a, b, _, residual, _, _, path = inputs
+    ctx.n, ctx.has_residual, ctx.path = len(a), residual is not None, path
+    ctx.save_for_backward(*a, *b)
+
+
+def _all_reduce_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    n = ctx.n
+    as_, bs = ctx.saved_tensors[:n], ctx.saved_tensors[n:]
+    dy = grad.to(as_[0].dtype)
+    need_as, need_bs, need_bias = ctx.needs_input_grad[:3]
+    grad_as = [
+        product(dy, b.t(), path=ctx.path) if need else None for need, b in zip(need_as, bs, strict=True)
+    ]
+    grad_bs = [
+        weight_grad(a, dy, b.shape, ctx.path) if need else None
+        for need, a, b in zip(need_bs, as_, bs, strict=True)
+    ]
+    grad_bias = sum_rows(dy) if need_bias else None
+    grad_residual = grad if ctx.has_residual else None
+    return (grad_as, grad_bs, grad_bias, grad_residual, None, None, None)
+
+
+register(
+    "matmul_reduce_scatter",
+    _matmul_reduce_scatter,
+    _matmul_reduce_scatter_fake,
+    setup_context=_scatter_setup,
+    backward=_scatter_backward,
+)
+register(
+    "matmul_all_reduce",
+    _matmul_all_reduce,
+    _matmul_all_reduce_fake,
+    setup_context=_all_reduce_setup,
+    backward=_all_reduce_backward,
+)

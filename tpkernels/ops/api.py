@@ -1,0 +1,255 @@
+"""The public operations.
+
+Semantics shared by all of them:
+
+- ``a`` is [..., K] and ``b`` is [K, N], in any strides: a weight stored [out, in] is passed as ``weight.t()``,
+  which is a view and is never copied.
+- float64, float32, bfloat16 and float16; half precision accumulates in float32. Any sizes, 0 included.
+- A replicated argument (equal on every rank) gets its complete gradient, equal on every rank; a sharded one
+  gets its shard's gradient.
+- Shards may be unequal: ``shard_sizes`` gives the rows of every rank, 0 allowed, the same list on every rank.
+- ``path`` forces an implementation (see :mod:`tpkernels.ops._paths`); ``"auto"`` may be overridden by the
+  environment variable ``TPK_PATH``. ``tpkernels.last_path()`` tells what ran.
+
+Errors are of :mod:`tpkernels.errors`: ``ShapeError``, ``DTypeError``, ``DeviceError``, ``GroupError``,
+``ArgumentError``, ``AliasError``, ``BackendError`` and, under ``TPK_CHECK=1``, ``MismatchError``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tpkernels.errors import ArgumentError, DTypeError
+from tpkernels.ops import _gather, _matmul, _reduce, _region_ops  # noqa: F401 - register the ops
+from tpkernels.ops._groups import GroupLike, group_name_of
+
+_ops = torch.ops.tpkernels
+
+
+def matmul(
+    a: Tensor,
+    b: Tensor,
+    *,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    accumulate_into: Tensor | None = None,
+    save_preact: bool = True,
+    path: str = "auto",
+) -> Tensor:
+    """``activation(a @ b + bias)``, or ``accumulate_into += a @ b``.
+
+    Args:
+        a: [..., M, K].
+        b: [K, N], or [..., K, N] whose batch dimensions broadcast with those of ``a``.
+        bias: [N], dtype of ``a``; added once, before rounding.
+        activation: None, "relu", "silu", "gelu" (erf) or "gelu_tanh".
+        out_dtype: dtype of the result; default that of ``a``.
+        accumulate_into: tensor of the product's shape, any floating dtype (float32 for weight gradients),
+            sharing no memory with ``a`` or ``b``; the product is added to it in place and it is returned. Takes
+            neither bias nor activation nor out_dtype, and has no gradient.
+        save_preact: keep the pre-activation for the backward pass (default), or compute it again there.
+        path: "auto", "streamk", "cublas" (CUDA) or "blas" (CPU).
+
+    Returns:
+        [..., M, N].
+    """
+    _check_tensors(a=a, b=b)
+    if accumulate_into is not None:
+        if bias is not None or activation is not None or out_dtype is not None:
+            raise ArgumentError(
+                "accumulate_into: it cannot be combined with bias, activation or out_dtype, which would be applied "
+                "to a part of the sum; apply them to the result."
+            )
+        _check_tensors(accumulate_into=accumulate_into)
+        _ops.matmul_accumulate(a.detach(), b.detach(), accumulate_into, path)
+        return accumulate_into
+    name = activation or "none"
+    keep = _keep_preact(name, save_preact, a, b, bias)
+    out: list[Tensor] = _ops.matmul(a, b, bias, name, out_dtype, keep, path)
+    return out[0]
+
+
+def all_gather_matmul(
+    a_shard: Tensor,
+    b: Tensor | Sequence[Tensor],
+    group: GroupLike = None,
+    *,
+    gather_dim: int = 0,
+    shard_sizes: Sequence[int] | None = None,
+    biases: Tensor | Sequence[Tensor | None] | None = None,
+    activation: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    return_gathered: bool = False,
+    keep_gathered: bool = False,
+    save_preact: bool = True,
+    path: str = "auto",
+) -> Any:
+    """``activation(all_gather(a_shard) @ b + bias)`` for one weight or several that share the gather.
+
+    Args:
+        a_shard: this rank's rows, [..., K].
+        b: [K, N], this rank's columns of the weight, or a list of such (q, k, v; gate and up).
+        group: process group, 1-D device mesh, group name, or None for the default group.
+        gather_dim: dimension of ``a_shard`` that is sharded (not the last one).
+        shard_sizes: rows of every rank in ``gather_dim``; None if all ranks have as many.
+        biases: [N], or a list with one bias or None per weight.
+        activation: as in :func:`matmul`, applied to every product.
+        out_dtype: dtype of the products; default that of ``a_shard``.
+        return_gathered: also return the gathered operand.
+        keep_gathered: keep the gathered operand for the weight gradient instead of gathering it again in the
+            backward pass: world times the memory for one collective less.
+        save_preact: as in :func:`matmul`.
+        path: "auto", a transport ("nccl", "gloo": with our kernel), "<transport>+<gemm>", or a gemm alone.
+
+    Returns:
+        [..., N] with the gathered rows; a list if ``b`` is a list; ``(that, gathered)`` if ``return_gathered``.
+    """
+    bs, bias_list, bias_of = _lists(b, biases)
+    _check_tensors(a_shard=a_shard)
+    name = activation or "none"
+    keep_preact = _keep_preact(name, save_preact, a_shard, *bs, *bias_list)
+    save = keep_gathered and torch.is_grad_enabled() and any(w.requires_grad for w in bs)
+    out: list[Tensor] = _ops.all_gather_matmul(
+        a_shard,
+        bs,
+        bias_list,
+        bias_of,
+        name,
+        gather_dim,
+        shard_sizes,
+        group_name_of(group),
+        out_dtype,
+        keep_preact,
+        return_gathered,
+        save,
+        path,
+    )
+    result: Any = out[: len(bs)] if not isinstance(b, Tensor) else out[0]
+    return (result, out[-1]) if return_gathered else result
+
+
+def matmul_replicated(
+    a: Tensor,
+    b: Tensor | Sequence[Tensor],
+    group: GroupLike = None,
+    *,
+    biases: Tensor | Sequence[Tensor | None] | None = None,
+    activation: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    save_preact: bool = True,
+    path: str = "auto",
+) -> Any:
+    """``activation(a @ b + bias)`` where ``a`` is the same on every rank and ``b`` holds this rank's columns.
+
+    The forward pass is local. The backward pass sums the gradient of ``a`` over the group
+    (GEMM + all-reduce): the column-parallel layer without sequence parallelism.
+
+    Arguments and result as in :func:`all_gather_matmul`, without the gather.
+    """
+    bs, bias_list, bias_of = _lists(b, biases)
+    _check_tensors(a=a)
+    name = activation or "none"
+    keep = _keep_preact(name, save_preact, a, *bs, *bias_list)
+    out: list[Tensor] = _ops.matmul_replicated(
+        a, bs, bias_list, bias_of, name, group_name_of(group), out_dtype, keep, path
+    )
+    return out[: len(bs)] if not isinstance(b, Tensor) else out[0]
+
+
+def matmul_reduce_scatter(
+    a: Tensor | Sequence[Tensor],
+    b: Tensor | Sequence[Tensor],
+    group: GroupLike = None,
+    *,
+    scatter_dim: int = 0,
+    shard_sizes: Sequence[int] | None = None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    path: str = "auto",
+) -> Tensor:
+    """Sum of every rank's ``a @ b``, of which this rank keeps its rows, ``+ bias + residual``.
+
+    Args:
+        a: [..., K], this rank's part of K; or a list, whose products with the entries of ``b`` are summed.
+        b: [K, N], this rank's rows of the weight; or a list.
+        group: as in :func:`all_gather_matmul`.
+        scatter_dim: dimension of rows that is scattered (not the last one).
+        shard_sizes: rows that every rank receives; None: ceil-split, see :func:`shard_sizes`.
+        bias: [N], the same on every rank; added once. Its gradient is complete on every rank.
+        residual: shape and dtype of this rank's output; added once.
+        out_dtype: dtype of the result and of what travels; default that of ``a``.
+        path: as in :func:`all_gather_matmul`.
+
+    Returns:
+        This rank's rows, [..., N]. Partials are added in rank order in float32: the same bits on every run.
+    """
+    as_, bs = _pairs(a, b)
+    out: Tensor = _ops.matmul_reduce_scatter(
+        as_, bs, bias, residual, scatter_dim, shard_sizes, group_name_of(group), out_dtype, path
+    )
+    return out
+
+
+def matmul_all_reduce(
+    a: Tensor | Sequence[Tensor],
+    b: Tensor | Sequence[Tensor],
+    group: GroupLike = None,
+    *,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    path: str = "auto",
+) -> Tensor:
+    """Sum of every rank's ``a @ b``, ``+ bias + residual``, on every rank.
+
+    Arguments as in :func:`matmul_reduce_scatter`; ``residual`` has the shape of the whole product and is the
+    same on every rank. The result is replicated: bitwise equal on every rank.
+    """
+    as_, bs = _pairs(a, b)
+    out: Tensor = _ops.matmul_all_reduce(as_, bs, bias, residual, group_name_of(group), out_dtype, path)
+    return out
+
+
+def _keep_preact(activation: str, save_preact: bool, *tensors: Tensor | None) -> bool:
+    if activation == "none" or not save_preact or not torch.is_grad_enabled():
+        return False
+    return any(t is not None and t.requires_grad for t in tensors)
+
+
+def _lists(
+    b: Tensor | Sequence[Tensor], biases: Tensor | Sequence[Tensor | None] | None
+) -> tuple[list[Tensor], list[Tensor], list[int]]:
+    """Weights, the biases that there are, and which weight each of those belongs to."""
+    bs = [b] if isinstance(b, Tensor) else list(b)
+    given = [biases] if biases is None or isinstance(biases, Tensor) else list(biases)
+    if biases is not None and len(given) != len(bs):
+        raise ArgumentError(
+            f"biases: expected one bias (or None) per weight, {len(bs)} in all, got {len(given)}."
+        )
+    for i, w in enumerate(bs):
+        _check_tensors(**{f"b[{i}]": w})
+    present = [(i, bias) for i, bias in enumerate(given) if bias is not None]
+    for i, bias in present:
+        _check_tensors(**{f"biases[{i}]": bias})
+    return bs, [bias for _, bias in present], [i for i, _ in present]
+
+
+def _pairs(a: Tensor | Sequence[Tensor], b: Tensor | Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    as_ = [a] if isinstance(a, Tensor) else list(a)
+    bs = [b] if isinstance(b, Tensor) else list(b)
+    for name, tensors in (("a", as_), ("b", bs)):
+        for i, tensor in enumerate(tensors):
+            _check_tensors(**{f"{name}[{i}]" if len(tensors) > 1 else name: tensor})
+    return as_, bs
+
+
+def _check_tensors(**named: object) -> None:
+    for name, value in named.items():
+        if not isinstance(value, Tensor):
+            raise DTypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}.")
