@@ -1,0 +1,348 @@
+"""Builds the extensions of tpkernels with torch's BuildExtension and ninja.
+
+    tpkernels._C       schemas, CPU executor: libtorch stable ABI, no Python symbols, every torch >= 2.11 and CPython
+    tpkernels._C_sm80  CUDA kernels for sm_80 and sm_90: stable ABI; built without a GPU, needs nvcc and a CUDA torch
+    tpkernels._host    planner for tests and explain(): pybind11, no torch, built for one CPython
+
+`_C` is required; the others are left out, with the reason in the build summary, where something is missing.
+Environment: TPK_WITH_CUDA=auto|0|1, TPK_WITH_HOST=auto|0|1, TPK_CUDA_ARCHS="100;120" (added to 80 and 90),
+MAX_JOBS, CUDA_HOME, CXX.
+The functions that decide are pure, so that tests/cpu/test_build.py can try each case.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parent
+MIN_TORCH = (2, 11)
+TORCH_TARGET_VERSION = "0x020b000000000000"  # the oldest torch that may load what is built here
+GIB = 1 << 30
+NEEDS_TORCH = {"bdist_wheel", "build", "build_ext", "develop", "dist_info", "editable_wheel", "install"}
+BUILD_COMMAND = "pip install --no-build-isolation ."
+
+
+class BuildError(SystemExit):
+    """One sentence that says what is wrong and which command mends it; ends the build with status 1."""
+
+    def __init__(self, sentence: str) -> None:
+        super().__init__(f"\ntpkernels: {sentence}\n")
+        self.sentence = sentence
+
+
+class Piece(NamedTuple):
+    """One extension: `reason` says why it is skipped, or is empty where it is built."""
+
+    name: str
+    sources: list[str]
+    reason: str = ""
+
+
+def release(version: str) -> tuple[int, ...]:
+    """The leading numbers of a version: "2.14.1+cu130" -> (2, 14, 1); () where there are none."""
+    match = re.match(r"\d+(?:\.\d+)*", version)
+    return tuple(int(part) for part in match[0].split(".")) if match else ()
+
+
+def check_torch(version: str | None) -> str:
+    """A sentence if this torch (None: no torch) cannot build tpkernels, else ""."""
+    want = ".".join(map(str, MIN_TORCH))
+    if version is None:
+        return (
+            f"torch was not found by {sys.executable} (an isolated build sees none), and the extensions are compiled "
+            f'against it: pip install "torch>={want}" setuptools ninja pybind11 && {BUILD_COMMAND}'
+        )
+    if release(version)[:2] < MIN_TORCH:
+        return f'torch {version} is too old, {want} or newer is needed: pip install --upgrade "torch>={want}"'
+    return ""
+
+
+def check_ninja(path: str | None) -> str:
+    """A sentence if ninja is missing, else ""."""
+    return "" if path else "ninja was not found on PATH, and the build is driven by it: pip install ninja"
+
+
+def check_compiler(compiler: str, error: str | None) -> str:
+    """A sentence if the trial compilation of C++20 gave `error` ("" means not found), else ""."""
+    if error is None:
+        return ""
+    mend = f"apt-get install g++-12 && CXX=g++-12 {BUILD_COMMAND}"
+    if not error:
+        return f"the C++ compiler '{compiler}' was not found: {mend}"
+    said = error.strip().splitlines()[0][:200]
+    return f"'{compiler}' does not compile C++20 (GCC 11 or Clang 14 do; it said '{said}'): {mend}"
+
+
+def default_jobs(cores: int, available: int) -> int:
+    """Compilers at once: one a core, each with 2.5 GiB of the `available` bytes, 2 GiB left for the rest."""
+    return max(1, min(cores, int((available - 2 * GIB) / (2.5 * GIB))))
+
+
+def check_jobs(requested: str | None, cores: int, available: int) -> str:
+    """A warning if the memory is too small for the jobs that MAX_JOBS asks for (or for a single one), else ""."""
+    have = f"{available / GIB:.1f} GiB of memory are available"
+    if requested is not None and not (requested.isdigit() and int(requested) > 0):
+        return (
+            f"MAX_JOBS={requested} is not a positive number: export MAX_JOBS={default_jobs(cores, available)}"
+        )
+    jobs = int(requested or 1)
+    if jobs == 1 and available < 2 * GIB:
+        return f"{have}, too little for one compiler (2 GiB): add swap or free some if the build is killed"
+    fits = default_jobs(jobs, available)
+    if jobs > fits:
+        return f"{have}, too little for MAX_JOBS={jobs} (2.5 GiB each): export MAX_JOBS={fits}"
+    return ""
+
+
+def decide_cuda(torch: str, torch_cuda: str | None, nvcc: str | None, nvcc_cuda: str | None) -> str:
+    """Why the CUDA kernels cannot be built ("" if they can): versions like "13.0", `nvcc` a path."""
+    if torch_cuda is None:
+        return f"torch {torch} is a CPU-only build; for CUDA: pip install --force-reinstall 'torch>=2.11'"
+    major = torch_cuda.split(".")[0]
+    mend = f"install the CUDA {major} toolkit and name it: CUDA_HOME=/usr/local/cuda-{torch_cuda} {BUILD_COMMAND}"
+    if nvcc is None:
+        return f"nvcc was not found (torch {torch} needs CUDA {major}): {mend}"
+    if nvcc_cuda is None:
+        return f"{nvcc} did not tell its version: {mend}"
+    if nvcc_cuda.split(".")[0] != major:
+        return f"{nvcc} is CUDA {nvcc_cuda}, but torch {torch} was built with CUDA {torch_cuda}: {mend}"
+    return ""
+
+
+def apply_switch(name: str, value: str, reason: str) -> str:
+    """The reason to skip a piece after its switch TPK_WITH_*: 0 skips, 1 turns a reason into an error."""
+    if value not in ("auto", "0", "1"):
+        raise BuildError(f"{name}={value} is not one of auto, 0 and 1: export {name}=auto")
+    if value == "0":
+        return f"switched off by {name}=0"
+    if value == "1" and reason:
+        raise BuildError(f"{name}=1, but {reason}")
+    return reason
+
+
+def gencode_flags(extra: str = "") -> list[str]:
+    """nvcc flags: code for sm_80 and sm_90, PTX of compute_90 for later GPUs, and `extra` ("100;120a")."""
+    archs = ["80", "90"]
+    for arch in re.split(r"[;,\s]+", extra.strip()) if extra.strip() else []:
+        name = arch.replace(".", "").removeprefix("sm_")
+        if not re.fullmatch(r"\d{2,3}[af]?", name) or int(name.rstrip("af")) < 80:
+            mend = "export TPK_CUDA_ARCHS='100;120'"
+            raise BuildError(f"TPK_CUDA_ARCHS has '{arch}', expected numbers from 80 up: {mend}")
+        if name not in archs:
+            archs.append(name)
+    flags = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in archs]
+    return [*flags, "-gencode=arch=compute_90,code=compute_90"]
+
+
+def parse_nvcc_version(text: str) -> str | None:
+    """The "13.0" in what `nvcc --version` prints."""
+    match = re.search(r"release (\d+\.\d+)", text)
+    return match[1] if match else None
+
+
+def find_cuda_home(env: Mapping[str, str], run: Callable[[list[str]], str], site: Path) -> Path | None:
+    """The folder with bin/nvcc: $CUDA_HOME, else where the nvcc on PATH really lives, else the usual places.
+
+    nvcc on PATH may be a script that starts another one, so nvcc itself is asked (`--dryrun` prints TOP).
+    """
+    named = env.get("CUDA_HOME") or env.get("CUDA_PATH")
+    if named:
+        return Path(named) if (Path(named) / "bin/nvcc").exists() else None
+    candidates: list[Path] = []
+    on_path = shutil.which("nvcc", path=env.get("PATH"))
+    if on_path:
+        top = re.search(r"#\$ TOP=(\S+)", run([on_path, "--dryrun", "-x", "cu", "-c", os.devnull]))
+        candidates += [Path(top[1]).resolve()] if top else []
+        candidates += [Path(on_path).resolve().parents[1]]
+    wheels = sorted(site.glob("nvidia/cu1?"), reverse=True)  # the toolkit as packages of PyPI
+    candidates += [Path("/usr/local/cuda"), Path("/opt/cuda"), *wheels]
+    for root in candidates:
+        if (root / "bin/nvcc").exists() and any(root.glob("**/include/cuda_runtime.h")):
+            return root
+    return None
+
+
+def find_sources(root: Path) -> dict[str, list[str]]:
+    """The sources of each extension, relative to `root`, by folder and name."""
+
+    def sources(folder: str) -> list[Path]:
+        return [p for p in (root / "csrc" / folder).glob("*") if p.suffix in (".cpp", ".cu")]
+
+    cuda_ops = [p for p in sources("ops") if p.stem.endswith("_cuda")]
+    found = {
+        "_C": [p for p in sources("ops") if p not in cuda_ops] + sources("kernels/cpu"),
+        "_C_sm80": cuda_ops + sources("kernels/sm80"),
+        "_host": sources("python"),
+    }
+    for name, paths in found.items():
+        stems = [p.stem for p in paths]
+        twice = sorted({s for s in stems if stems.count(s) > 1})
+        if twice:  # their object files would overwrite each other
+            raise BuildError(f"{name} has two sources named '{twice[0]}': rename one of them with git mv")
+    return {name: sorted(p.relative_to(root).as_posix() for p in paths) for name, paths in found.items()}
+
+
+def summary(pieces: list[Piece], facts: Mapping[str, str]) -> str:
+    """The table that ends a build."""
+    lines = ["", "tpkernels build summary", "  " + ", ".join(f"{k} {v}" for k, v in facts.items())]
+    for piece in pieces:
+        state = "skipped" if piece.reason else "built"
+        lines.append(f"  {piece.name:<9} {state:<8} {piece.reason or f'{len(piece.sources)} sources'}")
+    return "\n".join([*lines, ""])
+
+
+def output_of(command: list[str]) -> str:
+    """What a command prints (both streams), or "" if it cannot be started."""
+    try:
+        return subprocess.run(command, stdout=-1, stderr=-2, text=True, timeout=60, check=False).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+
+
+def available_memory() -> int:
+    """Bytes that this process may still use: MemAvailable, or what the container's limit leaves."""
+    free = 4 * GIB
+    try:
+        free = int(re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())[1]) * 1024
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        free = min(free, int(limit) - used) if limit.isdigit() else free
+    except (OSError, TypeError):
+        pass
+    return free
+
+
+def try_compiler(compiler: str) -> str | None:
+    """None if `compiler` compiles C++20, "" if there is none, else its error."""
+    if shutil.which(compiler.split()[0]) is None:
+        return ""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "try.cpp"
+        source.write_text("#include <bit>\n#include <span>\nint f(std::span<int> s) { return s.size(); }\n")
+        command = [*compiler.split(), "-std=c++20", "-c", str(source), "-o", str(source) + ".o"]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+    return None if result.returncode == 0 else result.stderr or f"exit status {result.returncode}"
+
+
+def extensions(pieces: list[Piece], cpp_extension: Any, defines: list[str]) -> list[Any]:
+    """The setuptools extensions of the pieces that are built."""
+    cxx = ["-std=c++20", "-O3", "-g0", "-fvisibility=hidden", "-Wall", *defines]
+    stable = f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}"
+    nvcc = ["-std=c++20", "-O3", "-lineinfo", "--compress-mode=size", "-DUSE_CUDA", stable, *defines]
+    nvcc += ["-Xptxas=-v", *gencode_flags(os.environ.get("TPK_CUDA_ARCHS", ""))]
+    # torch is imported first and has mapped these libraries; the paths serve tools that open the file alone.
+    rpath = ["-Wl,-rpath,$ORIGIN/../torch/lib", "-Wl,-rpath,$ORIGIN/../nvidia/cu13/lib"]
+    made = []
+    for name, sources in [(p.name, p.sources) for p in pieces if not p.reason]:
+        full = f"tpkernels.{name}"
+        common: dict[str, Any] = {"include_dirs": [str(ROOT / "csrc")], "py_limited_api": name != "_host"}
+        if name == "_C":
+            common["extra_compile_args"] = {"cxx": [*cxx, stable]}
+            made.append(
+                cpp_extension.CppExtension(full, sources, extra_link_args=["-pthread", rpath[0]], **common)
+            )
+        elif name == "_C_sm80":
+            common["extra_compile_args"] = {"cxx": [*cxx, stable, "-DUSE_CUDA"], "nvcc": nvcc}
+            made.append(cpp_extension.CUDAExtension(full, sources, extra_link_args=rpath, **common))
+        else:
+            import pybind11
+            from setuptools import Extension
+
+            common["include_dirs"].append(pybind11.get_include())
+            made.append(Extension(full, sources, language="c++", extra_compile_args=cxx, **common))
+    return made
+
+
+def build_command(pieces: list[Piece], facts: Mapping[str, str], cpp_extension: Any) -> type:
+    """BuildExtension with a folder of objects for each extension, and the summary at the end."""
+
+    class BuildExt(cpp_extension.BuildExtension):
+        def build_extension(self, ext: Any) -> None:
+            # One build.ninja a folder: shared by all, each would forget the dependencies of the others.
+            kept, self.build_temp = self.build_temp, os.path.join(self.build_temp, ext.name.split(".")[-1])
+            os.makedirs(self.build_temp, exist_ok=True)
+            try:
+                super().build_extension(ext)
+            finally:
+                self.build_temp = kept
+
+        def run(self) -> None:
+            super().run()
+            skipped = {p.name: p.reason for p in pieces if p.reason}
+            target = Path(self.get_ext_fullpath("tpkernels._C")).parent / "_build_info.json"
+            target.write_text(json.dumps({**facts, "skipped": skipped}, indent=1) + "\n")
+            for old in skipped:  # a piece built earlier must not outlive the reason to skip it
+                for path in target.parent.glob(f"{old}.*so"):
+                    path.unlink()
+            print(summary(pieces, facts), flush=True)
+
+    return BuildExt
+
+
+def plan_build() -> dict[str, Any]:
+    """Looks at the machine, decides, and returns the keywords of setup()."""
+    # Tools of a virtual environment that is not activated.
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    try:
+        import torch
+    except ImportError:
+        raise BuildError(check_torch(None)) from None
+    compiler = os.environ.get("CXX", "c++")
+    problems = [check_torch(torch.__version__), check_ninja(shutil.which("ninja"))]
+    problems.append(check_compiler(compiler, try_compiler(compiler)))
+    for problem in filter(None, problems):
+        raise BuildError(problem)
+
+    cores, memory = len(os.sched_getaffinity(0)), available_memory()
+    warning = check_jobs(os.environ.get("MAX_JOBS"), cores, memory)
+    if warning:
+        print(f"tpkernels: warning: {warning}", file=sys.stderr)
+    if not os.environ.get("MAX_JOBS", "").isdigit():
+        os.environ["MAX_JOBS"] = str(default_jobs(cores, memory))
+
+    home = find_cuda_home(os.environ, output_of, Path(torch.__file__).parents[1])
+    nvcc = str(home / "bin/nvcc") if home else None
+    nvcc_version = parse_nvcc_version(output_of([nvcc, "--version"])) if nvcc else None
+    no_cuda = decide_cuda(str(torch.__version__), torch.version.cuda, nvcc, nvcc_version)
+    no_cuda = apply_switch("TPK_WITH_CUDA", os.environ.get("TPK_WITH_CUDA", "auto"), no_cuda)
+    if home and not no_cuda:
+        os.environ["CUDA_HOME"] = str(home)
+    try:
+        import pybind11  # noqa: F401
+
+        no_host = ""
+    except ImportError:
+        no_host = "pybind11 was not found (tests of the planner need it): pip install pybind11"
+    no_host = apply_switch("TPK_WITH_HOST", os.environ.get("TPK_WITH_HOST", "auto"), no_host)
+
+    import torch.utils.cpp_extension as cpp_extension
+
+    if home and not no_cuda:
+        cpp_extension.CUDA_HOME = str(home)  # read when the module was imported, which may be long ago
+    reasons = {"_C": "", "_C_sm80": no_cuda, "_host": no_host}
+    empty = "there are no sources for it yet"
+    pieces = [Piece(n, s, reasons[n] or ("" if s else empty)) for n, s in find_sources(ROOT).items()]
+    version = re.findall(r'__version__ = "(.+)"', (ROOT / "tpkernels/_version.py").read_text())[0]
+    facts = {"version": version, "torch": str(torch.__version__), "python": sys.version.split()[0]}
+    facts |= {"compiler": compiler, "cuda": nvcc_version or "none", "jobs": os.environ["MAX_JOBS"]}
+    defines = [f'-DTPK_VERSION="{version}"', f'-DTPK_BUILD_TORCH="{torch.__version__}"']
+    keywords: dict[str, Any] = {"ext_modules": extensions(pieces, cpp_extension, defines)}
+    keywords["cmdclass"] = {"build_ext": build_command(pieces, facts, cpp_extension)}
+    if pieces[2].reason:  # without _host nothing depends on the CPython: one wheel for all of them
+        keywords["options"] = {"bdist_wheel": {"py_limited_api": "cp310"}}
+    return keywords
+
+
+if __name__ == "__main__":
+    from setuptools import setup
+
+    setup(**(plan_build() if NEEDS_TORCH & set(sys.argv[1:]) else {}))
