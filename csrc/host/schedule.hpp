@@ -41,7 +41,7 @@ struct Segment {
   int64_t k_begin = 0;   // in iterations
   int64_t k_end = 0;
   int64_t piece = 0;
-  int64_t slot = -1;       // where this worker's partial goes if the segment does not finish the tile
+  int64_t slot = -1;        // where this worker's partial goes if the segment does not finish the tile
   int64_t first_slot = -1;  // slots [first_slot, end_slot) hold the partials to add, in K order, if it does
   int64_t end_slot = -1;
 

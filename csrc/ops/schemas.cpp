@@ -1,38 +1,40 @@
 // Schemas of every tpkernels op: the one place. Fakes, autograd and the distributed implementations are
 // in Python (tpkernels/ops/), because the stable ABI has neither SymInt nor process groups.
 //
-// An op never returns an alias of an argument: ops that write into an argument return nothing.
+// An op never returns an alias of an argument: ops that write into an argument return nothing. Ops with a
+// gradient have no default arguments: torch 2.11 strips trailing arguments that equal their defaults, and its
+// Python autograd then expects as many gradients fewer.
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(tpkernels, m) {
   // Local products.
   m.def(
-      "matmul(Tensor a, Tensor b, Tensor? bias=None, str activation='none', ScalarType? out_dtype=None, "
-      "bool return_preact=False, str path='auto') -> Tensor[]");
-  m.def("matmul_accumulate(Tensor a, Tensor b, Tensor(c!) acc, str path='auto') -> ()");
+      "matmul(Tensor a, Tensor b, Tensor? bias, str activation, ScalarType? out_dtype, "
+      "bool return_preact, str path) -> Tensor[]");
+  m.def("matmul_accumulate(Tensor a, Tensor b, Tensor(c!) acc, str path) -> ()");
 
   // Products fused with a collective over the process group named group_name. biases[i] belongs to
   // bs[bias_of[i]] (autograd cannot differentiate Tensor?[]).
   m.def(
       "all_gather_matmul(Tensor a_shard, Tensor[] bs, Tensor[] biases, int[] bias_of, str activation, "
-      "int gather_dim, SymInt[]? shard_sizes, str group_name, ScalarType? out_dtype=None, bool return_preact=False, "
-      "bool return_gathered=False, bool save_gathered=False, str path='auto') -> Tensor[]");
+      "int gather_dim, SymInt[]? shard_sizes, str group_name, ScalarType? out_dtype, bool return_preact, "
+      "bool return_gathered, bool save_gathered, str path) -> Tensor[]");
   m.def(
       "matmul_replicated(Tensor a, Tensor[] bs, Tensor[] biases, int[] bias_of, str activation, "
-      "str group_name, ScalarType? out_dtype=None, bool return_preact=False, str path='auto') -> Tensor[]");
+      "str group_name, ScalarType? out_dtype, bool return_preact, str path) -> Tensor[]");
   m.def(
       "matmul_reduce_scatter(Tensor[] a, Tensor[] b, Tensor? bias, Tensor? residual, int scatter_dim, "
-      "SymInt[]? shard_sizes, str group_name, ScalarType? out_dtype=None, str path='auto') -> Tensor");
+      "SymInt[]? shard_sizes, str group_name, ScalarType? out_dtype, str path) -> Tensor");
   m.def(
       "matmul_all_reduce(Tensor[] a, Tensor[] b, Tensor? bias, Tensor? residual, str group_name, "
-      "ScalarType? out_dtype=None, str path='auto') -> Tensor");
+      "ScalarType? out_dtype, str path) -> Tensor");
 
   // Collectives with gradients, for layers.
   m.def("copy_to_group(Tensor x, str group_name) -> Tensor");
   m.def("all_reduce(Tensor x, str reduce_op, str group_name) -> Tensor");
   m.def(
       "all_gather(Tensor x, int dim, SymInt[]? shard_sizes, str group_name, "
-      "bool replicated_grad=False) -> Tensor");
+      "bool replicated_grad) -> Tensor");
   m.def("reduce_scatter(Tensor x, int dim, SymInt[]? shard_sizes, str group_name) -> Tensor");
   m.def("split(Tensor x, int dim, SymInt[]? shard_sizes, str group_name) -> Tensor");
 

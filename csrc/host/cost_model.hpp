@@ -1,0 +1,106 @@
+// Predicted time of a schedule. Rough on purpose: it has to rank tiles, kinds and splits, not to tell time.
+//
+//   time = launch + max over workers (iterations * iter + epilogues + partials written + partials added)
+//
+// The constants are per architecture and per k-iteration of one worker that has a multiprocessor (or core) to
+// itself while all others work too. They are rough and meant to be refitted on real kernels.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+
+#include "host/schedule.hpp"
+
+namespace tpk {
+
+// Times in microseconds.
+struct CostConstants {
+  double launch_us = 0;         // launch, and what is done once
+  double mac_us = 0;            // one multiply-accumulate of one worker
+  double load_us = 0;           // one operand element brought in, beside the products that hide it
+  double iter_us = 0;           // one iteration, beside that
+  double epilogue_us = 0;       // one tile, beside its elements
+  double epilogue_elem_us = 0;  // one element stored
+  double partial_us = 0;        // writing a partial tile and raising its flag, or waiting for one
+  double partial_elem_us = 0;   // one element of it written, or read and added
+};
+
+// Portable kernel (mma.sync) on A100: 312 TFLOP/s over 108 multiprocessors at 75 %. An estimate.
+constexpr CostConstants kCostSm80{5.0, 9.2e-7, 7.0e-6, 0.05, 0.8, 2.4e-5, 0.8, 3.0e-5};
+// The same kernel on H100 and H200, about half of what wgmma reaches. An estimate.
+constexpr CostConstants kCostSm90{5.0, 6.2e-7, 5.0e-6, 0.05, 0.8, 2.0e-5, 0.8, 2.4e-5};
+// CPU executor, fp32, one thread a core, fitted on an EPYC with AVX-512: 54 to 74 GFLOP/s a core, tile for
+// tile.
+constexpr CostConstants kCostCpu{10.0, 2.6e-5, 3.3e-4, 0.2, 1.0, 5.0e-4, 2.0, 5.0e-4};
+
+inline CostConstants cost_constants(std::string_view arch) {
+  if (arch == "cpu") return kCostCpu;
+  if (arch == "sm80") return kCostSm80;
+  if (arch == "sm90") return kCostSm90;
+  throw std::invalid_argument("arch must be cpu, sm80 or sm90, but it is '" + std::string(arch) + "'.");
+}
+
+// What one worker does, counted without walking its segments.
+struct WorkCounts {
+  int64_t iterations = 0;
+  int64_t epilogues = 0;  // tiles that it finishes
+  int64_t partials_written = 0;
+  int64_t partials_added = 0;
+};
+
+inline WorkCounts count_work(const Schedule& s, int64_t worker) {
+  WorkCounts c;
+  for (int64_t i = 0; i < s.num_pieces; ++i) {
+    const Piece& p = s.pieces[i];
+    if (p.kind == PieceKind::kWaves) {
+      const int64_t tiles = worker < p.num_tiles ? (p.num_tiles - 1 - worker) / s.workers + 1 : 0;
+      c.iterations += tiles * s.k_iters;
+      c.epilogues += tiles;
+      continue;
+    }
+    const int64_t share = worker - p.first_worker;
+    if (share < 0 || share >= p.workers) continue;
+    const int64_t begin = share_begin(s, p, share);
+    const int64_t end = share_begin(s, p, share + 1);
+    if (begin == end) continue;
+    c.iterations += end - begin;
+    c.epilogues += end / s.k_iters - begin / s.k_iters;
+    c.partials_written += end % s.k_iters != 0;
+    const int64_t tile_begin = begin - begin % s.k_iters;
+    if (begin > tile_begin && end >= tile_begin + s.k_iters) {
+      int64_t first = share - 1;
+      while (share_begin(s, p, first) > tile_begin) --first;
+      c.partials_added += share - first;
+    }
+  }
+  return c;
+}
+
+inline double iteration_us(const TileShape& t, const CostConstants& c) {
+  const double macs = static_cast<double>(t.bm) * t.bn * t.bk;
+  const double loads = static_cast<double>(t.bm + t.bn) * t.bk;
+  return c.iter_us + macs * c.mac_us + loads * c.load_us;
+}
+
+// Predicted time of a schedule with multiprocessors workers at a time; more tickets than that take turns.
+inline double predict_us(const Schedule& s, const TileShape& t, const CostConstants& c,
+                         int64_t multiprocessors) {
+  const double elems = static_cast<double>(t.bm) * t.bn;
+  const double iter = iteration_us(t, c);
+  const double epilogue = c.epilogue_us + elems * c.epilogue_elem_us;
+  const double partial = c.partial_us + elems * c.partial_elem_us;
+  // Only split-K has more tickets than this, and its tickets repeat tile after tile.
+  const int64_t looked_at = min64(s.workers, 4096);
+  double longest = 0;
+  for (int64_t w = 0; w < looked_at; ++w) {
+    const WorkCounts n = count_work(s, w);
+    longest = std::max(longest, n.iterations * iter + n.epilogues * epilogue +
+                                    (n.partials_written + n.partials_added) * partial);
+  }
+  return c.launch_us + longest * ceil_div(s.workers, max64(1, multiprocessors));
+}
+
+}  // namespace tpk

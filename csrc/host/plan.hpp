@@ -1,0 +1,93 @@
+// Plans: tile, schedule and order of one product on one machine. Pure functions, so a plan is the same on
+// every call, and what a kernel computes is bitwise the same with it.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <stdexcept>
+#include <string>
+
+#include "host/cost_model.hpp"
+#include "host/schedule_builder.hpp"
+#include "host/tile_order.hpp"
+
+namespace tpk {
+
+struct Machine {
+  int64_t multiprocessors = 1;  // or cores: workers that run at once
+  CostConstants cost;
+  int64_t min_iters = ScheduleOptions{}.min_iters;
+};
+
+struct Plan {
+  TileShape tile;
+  ScheduleKind kind = ScheduleKind::kDataParallel;
+  int64_t splits = 1;  // of every tile, by split_k
+  Schedule schedule;
+  TileOrder order;
+  double predicted_us = 0;
+};
+
+namespace detail {
+
+inline void check_extent(const char* what, int64_t value, int64_t least) {
+  require(value >= least, std::string(what) + " must be at least " + std::to_string(least) + ", but it is " +
+                              std::to_string(value) + ".");
+}
+
+}  // namespace detail
+
+// The plan that the arguments name. options.workers is taken as the number that run at once.
+inline Plan make_plan(const Problem& p, const TileShape& t, ScheduleKind kind, const ScheduleOptions& o,
+                      const CostConstants& cost) {
+  detail::check_extent("m", p.m, 0);
+  detail::check_extent("n", p.n, 0);
+  detail::check_extent("k", p.k, 0);
+  detail::check_extent("batch", p.batch, 0);
+  detail::check_extent("bm", t.bm, 1);
+  detail::check_extent("bn", t.bn, 1);
+  detail::check_extent("bk", t.bk, 1);
+  Plan plan;
+  plan.tile = t;
+  plan.kind = kind;
+  plan.schedule = make_schedule(kind, num_tiles(p, t), iters_per_tile(p, t), o);
+  plan.order = make_tile_order(p, t);
+  // What K allows, which may be less than asked for.
+  const bool is_split = kind == ScheduleKind::kSplitK && plan.schedule.num_slots > 0;
+  plan.splits = is_split ? plan.schedule.workers / plan.order.size() : 1;
+  plan.predicted_us = predict_us(plan.schedule, t, cost, o.workers);
+  return plan;
+}
+
+// The cheapest plan by the cost model ("auto"). Among equals the simplest kind and the first candidate win.
+// Kinds that matter only for communication are left out: without it they cost what hybrid_first does.
+inline Plan choose_plan(const Problem& p, const Machine& machine, std::span<const TileShape> candidates) {
+  detail::require(!candidates.empty(), "candidates must name at least one tile shape, but it is empty.");
+  Plan best;
+  bool found = false;
+  const auto consider = [&](const TileShape& t, ScheduleKind kind, int64_t splits) {
+    ScheduleOptions o;
+    o.workers = machine.multiprocessors;
+    o.splits = splits;
+    o.min_iters = machine.min_iters;
+    const Plan plan = make_plan(p, t, kind, o, machine.cost);
+    if (!found || plan.predicted_us < best.predicted_us) best = plan;
+    found = true;
+  };
+  for (const TileShape& t : candidates) {
+    consider(t, ScheduleKind::kDataParallel, 1);
+    consider(t, ScheduleKind::kHybridFirst, 1);
+    consider(t, ScheduleKind::kStreamK, 1);
+    // Splitting pays where even a few splits a tile leave multiprocessors idle; the partials of more tiles
+    // than that would only fill memory.
+    const int64_t tiles = num_tiles(p, t);
+    if (tiles == 0 || tiles > machine.multiprocessors) continue;
+    for (int64_t splits = 2; splits <= 2 * ceil_div(machine.multiprocessors, tiles) && splits <= 64;
+         ++splits) {
+      consider(t, ScheduleKind::kSplitK, splits);
+    }
+  }
+  return best;
+}
+
+}  // namespace tpk

@@ -1,0 +1,53 @@
+// The CPU Stream-K executor: threads take tickets and follow a schedule literally, as CTAs do.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <functional>
+
+#include "host/plan.hpp"
+
+namespace tpk::cpu {
+
+enum class DType : int32_t { kFloat64, kFloat32, kBFloat16, kFloat16 };
+enum class Activation : int32_t { kNone, kRelu, kSilu, kGelu, kGeluTanh };
+
+// A batch of matrices with any strides, in elements; [batch, rows, columns].
+struct MatrixView {
+  void* data = nullptr;
+  DType dtype = DType::kFloat32;
+  int64_t stride[3] = {0, 0, 0};
+};
+
+// out = activation(a b + bias) [+ out]. a and b have one dtype; sums are fp32, or fp64 if that dtype is.
+struct GemmArgs {
+  Problem problem;
+  MatrixView a;       // [batch, m, k]
+  MatrixView b;       // [batch, k, n]
+  MatrixView bias;    // [n] in stride[2]; data may be null
+  MatrixView out;     // [batch, m, n]
+  MatrixView preact;  // a b + bias, rounded to its dtype; data may be null
+  Activation activation = Activation::kNone;
+  bool accumulate = false;
+};
+
+// Runs body() on at most threads threads, and returns when all have returned. One is enough for any plan.
+using Launch = std::function<void(int64_t threads, const std::function<void()>& body)>;
+
+// A Launch of std::threads; the calling thread is one of them.
+void launch_threads(int64_t threads, const std::function<void()>& body);
+
+struct ExecutorOptions {
+  int64_t threads = 1;
+  std::chrono::milliseconds timeout{600'000};  // of a wait for another thread's partial
+  Launch launch = launch_threads;
+};
+
+// Throws std::runtime_error with a sentence if a wait outlasts its timeout.
+void streamk_gemm(const GemmArgs& args, const Plan& plan, const ExecutorOptions& options);
+
+// The plan that kind and workers ask for; "auto" is kind = nullptr. workers = 0: one a thread.
+Plan plan_gemm(const Problem& problem, const ScheduleKind* kind, int64_t workers, int64_t splits,
+               int64_t threads);
+
+}  // namespace tpk::cpu

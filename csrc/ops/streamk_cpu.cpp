@@ -1,0 +1,137 @@
+// torch.ops.tpkernels.streamk_gemm on the CPU: checks, plan, executor. Stable ABI.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <cstdlib>
+#include <initializer_list>
+#include <optional>
+#include <sstream>
+#include <string>
+
+#include "kernels/cpu/gemm.hpp"
+#include "ops/cpu_threads.hpp"
+
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using tpk::cpu::Activation;
+using tpk::cpu::DType;
+using tpk::cpu::MatrixView;
+
+std::string shape_text(const Tensor& t) {
+  std::ostringstream text;
+  text << "[";
+  for (int64_t i = 0; i < t.dim(); ++i) text << (i > 0 ? ", " : "") << t.size(i);
+  text << "]";
+  return text.str();
+}
+
+void check_shape(const char* name, const Tensor& t, std::initializer_list<int64_t> expected,
+                 const char* meaning) {
+  bool same = t.dim() == static_cast<int64_t>(expected.size());
+  std::ostringstream want;
+  int64_t i = 0;
+  for (const int64_t n : expected) {
+    want << (i > 0 ? ", " : "") << n;
+    same = same && t.size(i) == n;
+    ++i;
+  }
+  STD_TORCH_CHECK(same, "streamk_gemm: ", name, " must have shape ", meaning, " = [", want.str(),
+                  "], but it has shape ", shape_text(t), ".");
+}
+
+DType dtype_of(const char* name, const Tensor& t) {
+  STD_TORCH_CHECK(t.is_cpu(), "streamk_gemm: ", name,
+                  " must be a CPU tensor like a, but it is on another device.");
+  const ScalarType type = t.scalar_type();
+  if (type == ScalarType::Double) return DType::kFloat64;
+  if (type == ScalarType::Float) return DType::kFloat32;
+  if (type == ScalarType::BFloat16) return DType::kBFloat16;
+  STD_TORCH_CHECK(type == ScalarType::Half, "streamk_gemm: ", name,
+                  " must be float64, float32, bfloat16 or float16, but it is ", type, ": convert it.");
+  return DType::kFloat16;
+}
+
+// Strides in elements; that of a dimension of one element does not matter, whatever it says.
+MatrixView view(const char* name, const Tensor& t) {
+  MatrixView v{t.data_ptr(), dtype_of(name, t), {0, 0, 0}};
+  const int64_t first = 3 - t.dim();
+  for (int64_t i = 0; i < t.dim(); ++i) v.stride[first + i] = t.size(i) > 1 ? t.stride(i) : first + i == 2;
+  return v;
+}
+
+MatrixView output_view(const char* name, const Tensor& t) {
+  for (int64_t i = 0; i < t.dim(); ++i) {
+    STD_TORCH_CHECK(t.size(i) <= 1 || t.stride(i) != 0, "streamk_gemm: ", name,
+                    " must have memory for every element, but its stride along dimension ", i,
+                    " is 0: pass a tensor that was not expanded.");
+  }
+  return view(name, t);
+}
+
+Activation parse_activation(const std::string& name) {
+  if (name == "none") return Activation::kNone;
+  if (name == "relu") return Activation::kRelu;
+  if (name == "silu") return Activation::kSilu;
+  if (name == "gelu") return Activation::kGelu;
+  STD_TORCH_CHECK(name == "gelu_tanh",
+                  "streamk_gemm: activation must be one of none, relu, silu, gelu or gelu_tanh, but it is '",
+                  name, "'.");
+  return Activation::kGeluTanh;
+}
+
+std::chrono::milliseconds timeout() {
+  const char* text = std::getenv("TPK_KERNEL_TIMEOUT_S");
+  const double seconds = text != nullptr ? std::atof(text) : 0.0;
+  return std::chrono::milliseconds(static_cast<int64_t>((seconds > 0.0 ? seconds : 600.0) * 1e3));
+}
+
+void streamk_gemm(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias, const Tensor& out,
+                  const std::optional<Tensor>& preact, const std::string& activation, bool accumulate,
+                  const std::string& schedule, int64_t workers, int64_t splits) {
+  STD_TORCH_CHECK(a.dim() == 3, "streamk_gemm: a must have shape [batch, M, K], but it has shape ",
+                  shape_text(a), ".");
+  STD_TORCH_CHECK(b.dim() == 3, "streamk_gemm: b must have shape [batch, K, N], but it has shape ",
+                  shape_text(b), ".");
+  tpk::cpu::GemmArgs args;
+  args.problem = {a.size(1), b.size(2), a.size(2), a.size(0)};
+  const tpk::Problem& p = args.problem;
+  check_shape("b", b, {p.batch, p.k, p.n}, "[batch, K, N] (batch and K as in a)");
+  check_shape("out", out, {p.batch, p.m, p.n}, "[batch, M, N]");
+  args.a = view("a", a);
+  args.b = view("b", b);
+  STD_TORCH_CHECK(args.a.dtype == args.b.dtype, "streamk_gemm: b must have the dtype of a, ", a.scalar_type(),
+                  ", but it is ", b.scalar_type(), ": convert one of them.");
+  args.out = output_view("out", out);
+  if (bias.has_value()) {
+    check_shape("bias", *bias, {p.n}, "[N]");
+    args.bias = view("bias", *bias);
+  }
+  if (preact.has_value()) {
+    check_shape("preact", *preact, {p.batch, p.m, p.n}, "[batch, M, N]");
+    args.preact = output_view("preact", *preact);
+    STD_TORCH_CHECK(args.preact.dtype == args.out.dtype, "streamk_gemm: preact must have the dtype of out, ",
+                    out.scalar_type(), ", but it is ", preact->scalar_type(), ".");
+  }
+  args.activation = parse_activation(activation);
+  args.accumulate = accumulate;
+  if (p.batch == 0 || p.m == 0 || p.n == 0) return;
+
+  tpk::cpu::ExecutorOptions options;
+  options.threads = tpk::ops::cpu_threads();
+  options.timeout = timeout();
+  options.launch = [](int64_t threads, const std::function<void()>& body) {
+    // torch's own pool: its threads are awake. Inside another parallel region it runs body() once, which is
+    // enough: tickets make a plan finish with any number of threads.
+    torch::stable::parallel_for(0, threads, 1, [&](int64_t, int64_t) { body(); });
+  };
+  const tpk::Plan plan = tpk::ops::cpu_plan("streamk_gemm", p, schedule, workers, splits);
+  tpk::cpu::streamk_gemm(args, plan, options);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(tpkernels, CPU, m) { m.impl("streamk_gemm", TORCH_BOX(&streamk_gemm)); }

@@ -1,0 +1,50 @@
+// torch.ops.tpkernels.streamk_plan: what streamk_gemm would do, without doing it. No tensor is involved, so
+// it runs on any machine: the plan of a CUDA product needs no GPU.
+#include <torch/csrc/stable/library.h>
+
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "kernels/sm80/plan.hpp"
+#include "ops/cpu_threads.hpp"
+
+namespace {
+
+constexpr int64_t kHopperMultiprocessors = 132;
+
+// device: "cpu", or "cuda" (H100 constants), where workers is the number of multiprocessors (0: 132).
+std::tuple<std::string, std::vector<int64_t>, double> streamk_plan(int64_t batch, int64_t m, int64_t n,
+                                                                   int64_t k, const std::string& device,
+                                                                   const std::string& schedule,
+                                                                   int64_t workers, int64_t splits) {
+  STD_TORCH_CHECK(device == "cpu" || device == "cuda",
+                  "streamk_plan: device must be 'cpu' or 'cuda', but it is '", device, "'.");
+  STD_TORCH_CHECK(batch >= 0 && m >= 0 && n >= 0 && k >= 0,
+                  "streamk_plan: batch, m, n and k must not be negative, but they are ", batch, ", ", m, ", ",
+                  n, " and ", k, ".");
+  const tpk::Problem p{m, n, k, batch};
+  tpk::Plan plan;
+  if (device == "cpu") {
+    plan = tpk::ops::cpu_plan("streamk_plan", p, schedule, workers, splits);
+  } else {
+    STD_TORCH_CHECK(workers >= 0, "streamk_plan: workers must not be negative, but it is ", workers, ".");
+    try {
+      plan = tpk::sm80::plan_gemm(p, workers > 0 ? workers : kHopperMultiprocessors, tpk::kCostSm90, schedule,
+                                  0, splits)
+                 .plan;
+    } catch (const std::invalid_argument& error) {
+      STD_TORCH_CHECK(false, "streamk_plan: ", error.what());
+    }
+  }
+  const tpk::Schedule& s = plan.schedule;
+  std::vector<int64_t> numbers{plan.tile.bm, plan.tile.bn, plan.tile.bk, plan.order.size(),
+                               s.k_iters,    s.workers,    plan.splits,  s.num_slots};
+  return {tpk::name(plan.kind), std::move(numbers), plan.predicted_us};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(tpkernels, CompositeExplicitAutograd, m) {
+  m.impl("streamk_plan", TORCH_BOX(&streamk_plan));
+}

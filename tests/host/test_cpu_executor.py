@@ -1,0 +1,155 @@
+"""The CPU executor through its op: types, strides, schedules, epilogues, conversions and errors against float64."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import tpkernels  # noqa: F401  (loads the ops)
+from tpkernels import _host
+
+OPS = torch.ops.tpkernels
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+# Half a unit in the last place of the output, relative to the sum of magnitudes.
+ROUNDING = {torch.float64: 0.0, torch.float32: 6e-8, torch.bfloat16: 4e-3, torch.float16: 5e-4}
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "none": lambda x: x,
+    "relu": torch.relu,
+    "silu": torch.nn.functional.silu,
+    "gelu": torch.nn.functional.gelu,
+    "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+}
+
+
+def any_strides(rng: random.Random, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
+    """A random tensor whose dimensions lie in memory in any order, padded."""
+    order = rng.sample(range(3), 3)
+    padded = torch.randn([shape[d] + rng.choice([0, 0, 3]) for d in order], dtype=torch.float64).to(dtype)
+    cut = padded[tuple(slice(0, shape[d]) for d in order)]
+    return cut.permute([order.index(d) for d in range(3)])
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_products_against_float64(seed: int) -> None:
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    batch, m = rng.choice([1, 1, 2, 3]), rng.choice([0, 1, 5, 33, 130, 300])
+    n, k = rng.choice([0, 1, 7, 64, 200, 270]), rng.choice([0, 1, 9, 128, 700, 2000])
+    dtype, out_dtype = rng.choice(DTYPES), rng.choice(DTYPES)
+    a, b = any_strides(rng, [batch, m, k], dtype), any_strides(rng, [batch, k, n], dtype)
+    if rng.random() < 0.2:
+        b = b[:1].expand(batch, k, n)
+    bias = torch.randn(2 * n, dtype=rng.choice(DTYPES))[::2] if rng.random() < 0.5 else None
+    out = any_strides(rng, [batch, m, n], out_dtype)
+    preact = any_strides(rng, [batch, m, n], out_dtype) if rng.random() < 0.5 else None
+    accumulate = rng.random() < 0.3
+    old = out.to(torch.float64, copy=True) if accumulate else torch.zeros(batch, m, n, dtype=torch.float64)
+    for poisoned in [preact] if accumulate else [preact, out]:
+        if poisoned is not None:
+            poisoned.fill_(float("nan"))
+    activation = rng.choice(list(ACTIVATIONS))
+    schedule = rng.choice(["auto", *_host.SCHEDULE_KINDS])
+    workers, splits = rng.choice([0, 0, 1, 3, 7, 30]), rng.choice([1, 2, 5])
+    OPS.streamk_gemm(a, b, bias, out, preact, activation, accumulate, schedule, workers, splits)
+
+    z = a.double() @ b.double()
+    size = a.double().abs() @ b.double().abs() + old.abs() + 1e-3
+    if bias is not None:
+        z, size = z + bias.double(), size + bias.double().abs()
+    bound = ROUNDING[out_dtype] * 1.01 + (1e-13 if dtype == torch.float64 else 1e-6)
+    assert bool(((out.double() - (ACTIVATIONS[activation](z) + old)).abs() <= bound * size).all())
+    if preact is not None:
+        assert bool(((preact.double() - z).abs() <= bound * size).all())
+
+
+def test_same_bits_with_any_number_of_threads() -> None:
+    a, b = torch.randn(1, 100, 3000), torch.randn(1, 3000, 90)
+    threads = torch.get_num_threads()
+    results = []
+    try:
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            out = torch.empty(1, 100, 90)
+            OPS.streamk_gemm(a, b, None, out, None, "none", False, "stream_k", 7)
+            results.append(out)
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(results[0], other) for other in results)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_conversions_are_those_of_torch(dtype: torch.dtype) -> None:
+    """Every half value read; rounding of all of them, of the midpoints between them and of random floats."""
+    every = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(dtype)
+    read = torch.empty(1, 65536, 1)
+    OPS.streamk_gemm(every.view(1, -1, 1), torch.ones(1, 1, 1, dtype=dtype), None, read, None, "none", False)
+    assert torch.equal(torch.nan_to_num(read.view(-1), nan=7.0), torch.nan_to_num(every.float(), nan=7.0))
+    x = every.float()
+    noise = torch.randint(-(2**31), 2**31, (500_000,), dtype=torch.int64).to(torch.int32).view(torch.float32)
+    x = torch.cat([x, (x[:-1] + x[1:]) / 2, torch.nextafter(x, torch.tensor(float("inf"))), noise])
+    rounded = torch.empty(1, x.numel(), 1, dtype=dtype)
+    OPS.streamk_gemm(x.view(1, -1, 1), torch.ones(1, 1, 1), None, rounded, None, "none", False)
+    got, expected = rounded.view(-1), x.to(dtype)
+    assert bool(((got == expected) | (got.isnan() & expected.isnan())).all())
+
+
+def test_plan_says_what_would_run() -> None:
+    kind, numbers, predicted = OPS.streamk_plan(1, 64, 64, 4096, "cpu", "split_k", 4, 3)
+    bm, bn, bk, tiles, k_iters, workers, splits, partials = numbers
+    assert kind == "split_k" and splits == 3 and workers == partials == tiles * splits
+    assert tiles == -(-64 // bm) * -(-64 // bn) and k_iters == -(-4096 // bk) and predicted > 0
+    # More splits than K allows: what would run is said, not what was asked for.
+    assert OPS.streamk_plan(1, 64, 64, 128, "cpu", "split_k", 4, 3)[1][6] == 1
+    kind, numbers, _ = OPS.streamk_plan(1, 2048, 3584, 8192, "cuda")
+    assert kind in _host.SCHEDULE_KINDS and numbers[5] >= 132
+
+
+def test_build_info_is_json() -> None:
+    info = json.loads(OPS.build_info())
+    assert info["target_torch"] == "2.11.0" and info["compiler"] and "_C" in info["extensions"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"b": torch.ones(1, 4, 5)}, "b must have shape .* = .1, 3, 5., but it has shape .1, 4, 5."),
+        ({"a": torch.ones(2, 3)}, "a must have shape .batch, M, K., but it has shape .2, 3."),
+        ({"b": torch.ones(1, 3, 5).double()}, "b must have the dtype of a, Float, but it is Double"),
+        ({"out": torch.ones(1, 1, 5).expand(1, 2, 5)}, "out must have memory for every element"),
+        ({"out": torch.ones(1, 2, 6)}, "out must have shape"),
+        ({"bias": torch.ones(4)}, "bias must have shape .N. = .5., but it has shape .4."),
+        ({"preact": torch.ones(1, 2, 5).half()}, "preact must have the dtype of out"),
+        ({"activation": "swish"}, "activation must be one of none, relu"),
+        ({"schedule": "foo"}, "schedule must be one of data_parallel"),
+        ({"workers": -1}, "workers must not be negative"),
+        ({"schedule": "split_k", "splits": 0}, "splits must lie between 1 and"),
+        ({"a": torch.ones(1, 2, 3).int(), "b": torch.ones(1, 3, 5).int()}, "a must be float64, float32"),
+    ],
+)
+def test_wrong_arguments_are_sentences(change: dict[str, object], message: str) -> None:
+    good: dict[str, object] = {
+        "a": torch.ones(1, 2, 3),
+        "b": torch.ones(1, 3, 5),
+        "bias": None,
+        "out": torch.ones(1, 2, 5),
+        "preact": None,
+        "activation": "none",
+        "accumulate": False,
+    }
+    OPS.streamk_gemm(**good)
+    with pytest.raises(RuntimeError, match=message):
+        OPS.streamk_gemm(**(good | change))
+
+
+def test_threads_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TPK_NUM_THREADS", "3")
+    assert OPS.streamk_plan(1, 4000, 4000, 4000, "cpu", "stream_k")[1][5] == 3
+    monkeypatch.setenv("TPK_NUM_THREADS", "many")
+    with pytest.raises(
+        RuntimeError, match="TPK_NUM_THREADS must be a number from 1 to 4096, but it is 'many'"
+    ):
+        OPS.streamk_plan(1, 8, 8, 8, "cpu")
