@@ -1,0 +1,96 @@
+// Flags: words through which CTAs, and ranks, tell each other that data is ready.
+//
+// A flag carries a 32-bit epoch that only grows (modulo 2^32) and is never reset while anyone may wait on
+// it. Epochs are compared by signed difference, so wrap-around is harmless as long as a waiter is fewer
+// than 2^31 epochs behind.
+//
+// Self-contained: compiles under nvcc and NVRTC with no other header. Needs sm_70 or newer.
+#pragma once
+
+namespace tpk::comm {
+
+using u32 = unsigned int;
+using u64 = unsigned long long;
+
+// Who must see the effect: threads of this GPU, or also those of other GPUs and the host.
+enum class Scope { kGpu, kSys };
+
+// Stores v. All memory operations of this thread that come before it, and those of other threads that
+// were ordered before it by a barrier (__syncthreads), are visible to whoever reads v with load_acquire at
+// the same or a wider scope. The store itself is one word: never torn. One writer per flag.
+template <Scope kScope>
+__device__ __forceinline__ void store_release(u32* flag, u32 v) {
+  if constexpr (kScope == Scope::kGpu) {
+    asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(flag), "r"(v) : "memory");
+  } else {
+    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(flag), "r"(v) : "memory");
+  }
+}
+
+// Adds v atomically, with the ordering of store_release; any number of writers. A reader that acquires the
+// sum is ordered after every addition that went into it, not only the last one.
+template <Scope kScope>
+__device__ __forceinline__ void add_release(u32* flag, u32 v) {
+  if constexpr (kScope == Scope::kGpu) {
+    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(flag), "r"(v) : "memory");
+  } else {
+    asm volatile("red.release.sys.global.add.u32 [%0], %1;" ::"l"(flag), "r"(v) : "memory");
+  }
+}
+
+// Loads the flag. Memory operations of this thread that come after it, and those of other threads ordered
+// after it by a barrier, see everything that was released with the value read. It does NOT order
+// earlier operations of this thread, and gives no ordering for data read through the async proxy (TMA):
+// that also needs fence.proxy.async.
+template <Scope kScope>
+__device__ __forceinline__ u32 load_acquire(const u32* flag) {
+  u32 v;
+  if constexpr (kScope == Scope::kGpu) {
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(flag) : "memory");
+  } else {
+    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(flag) : "memory");
+  }
+  return v;
+}
+
+// Takes the next number of a counter: unique and dense over all callers. Orders nothing (relaxed).
+__device__ __forceinline__ u32 take_ticket(u32* counter) {
+  u32 v;
+  asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], 1;" : "=r"(v) : "l"(counter) : "memory");
+  return v;
+}
+
+// True when epoch seen is expected or later.
+__host__ __device__ __forceinline__ bool epoch_reached(u32 seen, u32 expected) {
+  return static_cast<int>(seen - expected) >= 0;
+}
+
+// Nanoseconds of a clock that all SMs of a device share and that runs on while a CTA is preempted.
+__device__ __forceinline__ u64 now_ns() {
+  u64 t;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t)::"memory");
+  return t;
+}
+
+// Waits until the flag's epoch is expected or later, for at most timeout_ns. One thread calls it.
+// True: reached, with the ordering of load_acquire for the value that was read; to pass that on to other
+// threads of the CTA, follow with a barrier. False: time is up, nothing is ordered, the data must not be
+// used; *seen (if given) holds the last value read. The caller reports: this function never traps.
+template <Scope kScope>
+__device__ __forceinline__ bool wait_epoch(const u32* flag, u32 expected, u64 timeout_ns,
+                                           u32* seen = nullptr) {
+  u32 v = load_acquire<kScope>(flag);
+  bool reached = epoch_reached(v, expected);
+  if (!reached) {
+    const u64 start = now_ns();
+    do {
+      __nanosleep(20);
+      v = load_acquire<kScope>(flag);
+      reached = epoch_reached(v, expected);
+    } while (!reached && now_ns() - start < timeout_ns);
+  }
+  if (seen != nullptr) *seen = v;
+  return reached;
+}
+
+}  // namespace tpk::comm

@@ -1,0 +1,110 @@
+// kernels/sm80/ptx.cuh on the CPU, as the PTX manual defines the instructions. See ../../cuda.hpp.
+#pragma once
+
+#include "kernels/cpu/half.hpp"
+#include "kernels/sm80/config.hpp"
+#include "kernels/sm80/emulation/cuda.hpp"
+
+namespace tpk::sm80 {
+
+inline unsigned char* dynamic_shared() { return emulation::cta->shared; }
+
+inline uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(static_cast<const unsigned char*>(p) - emulation::cta->shared);
+}
+
+// size bytes at a shared address.
+inline unsigned char* shared_at(uint32_t address, uint32_t size) {
+  if (address % size != 0) emulation::fail("misaligned shared address");
+  if (address + size > sizeof emulation::cta->shared) emulation::fail("shared address out of range");
+  return emulation::cta->shared + address;
+}
+
+inline void cp_async_16(uint32_t shared, const void* global, int bytes) {
+  if (bytes < 0 || bytes > 16) emulation::fail("cp.async of more than 16 bytes");
+  if (bytes > 0 && reinterpret_cast<uintptr_t>(global) % 16 != 0)
+    emulation::fail("misaligned cp.async source");
+  shared_at(shared, 16);
+  emulation::self().open_group.push_back({shared, global, bytes});
+}
+
+inline void cp_async_commit() {
+  emulation::self().groups.push_back(std::move(emulation::self().open_group));
+  emulation::self().open_group.clear();
+}
+
+template <int kPending>
+void cp_async_wait() {
+  auto& groups = emulation::self().groups;
+  while (static_cast<int>(groups.size()) > kPending) {
+    for (const emulation::Copy& c : groups.front()) {
+      unsigned char* to = shared_at(c.shared, 16);
+      std::memset(to, 0, 16);
+      if (c.bytes > 0) std::memcpy(to, c.global, static_cast<size_t>(c.bytes));
+    }
+    groups.pop_front();
+  }
+}
+
+inline void store_shared_16(uint32_t shared, uint32_t x, uint32_t y, uint32_t z, uint32_t w) {
+  const uint32_t words[4] = {x, y, z, w};
+  std::memcpy(shared_at(shared, 16), words, 16);
+}
+
+template <bool kTransposed>
+void load_matrix_x4(uint32_t (&r)[4], uint32_t shared) {
+  const int lane = emulation::lane();
+  auto& rows = emulation::cta->address[emulation::warp()];
+  rows[lane] = shared;
+  emulation::sync_warp();
+  for (int block = 0; block < 4; ++block) {
+    r[block] = 0;
+    for (int e = 0; e < 2; ++e) {
+      const int row = kTransposed ? 2 * (lane % 4) + e : lane / 4;
+      const int col = kTransposed ? lane / 4 : 2 * (lane % 4) + e;
+      uint16_t bits;
+      std::memcpy(&bits, shared_at(rows[8 * block + row], 16) + 2 * col, 2);
+      r[block] |= static_cast<uint32_t>(bits) << (16 * e);
+    }
+  }
+  emulation::sync_warp();
+}
+
+inline float unpack_bf16(uint32_t bits16) {
+  return cpu::to_float(cpu::BFloat16{static_cast<uint16_t>(bits16)});
+}
+inline float unpack_fp16(uint32_t bits16) {
+  return cpu::to_float(cpu::Float16{static_cast<uint16_t>(bits16)});
+}
+
+inline uint32_t pack_bf16(float lo, float hi) {
+  return cpu::to_bfloat16(lo).bits | static_cast<uint32_t>(cpu::to_bfloat16(hi).bits) << 16;
+}
+
+inline uint32_t pack_fp16(float lo, float hi) {
+  return cpu::to_float16(lo).bits | static_cast<uint32_t>(cpu::to_float16(hi).bits) << 16;
+}
+
+template <Element kElement>
+void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  const auto value = [](uint32_t pair, int e) {
+    const uint32_t bits = e == 0 ? pair & 0xffff : pair >> 16;
+    return kElement == Element::kBf16 ? unpack_bf16(bits) : unpack_fp16(bits);
+  };
+  auto& am = emulation::cta->a[emulation::warp()];
+  auto& bm = emulation::cta->b[emulation::warp()];
+  const int g = emulation::lane() / 4;
+  const int t = emulation::lane() % 4;
+  for (int e = 0; e < 2; ++e) {
+    for (int r = 0; r < 4; ++r) am[g + 8 * (r % 2)][2 * t + e + 8 * (r / 2)] = value(a[r], e);
+    bm[2 * t + e][g] = value(b0, e);
+    bm[2 * t + e + 8][g] = value(b1, e);
+  }
+  emulation::sync_warp();
+  for (int r = 0; r < 4; ++r) {
+    for (int k = 0; k < 16; ++k) d[r] += am[g + 8 * (r / 2)][k] * bm[k][2 * t + r % 2];
+  }
+  emulation::sync_warp();
+}
+
+}  // namespace tpk::sm80

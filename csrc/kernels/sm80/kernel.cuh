@@ -1,0 +1,73 @@
+// The portable Stream-K GEMM: D = A * B on tensor cores of sm_80 and later (mma.sync, cp.async), fp32
+// accumulate.
+//
+// Contract. The kernel follows tpk::Schedule: a CTA takes a ticket, walks that worker's segments in time
+// order, and takes the next ticket when it is done, so any number of CTAs finishes any schedule. A segment
+// that does not end its tile leaves its fp32 partial in a slot; the segment with the tile's last K adds the
+// partials in K order and runs the epilogue. Waits are for lower tickets only, and bounded. The result
+// depends on the schedule, not on timing.
+#pragma once
+
+#include "kernels/sm80/epilogue.cuh"
+#include "kernels/sm80/fixup.cuh"
+#include "kernels/sm80/launch.hpp"
+#include "kernels/sm80/mainloop.cuh"
+#include "kernels/sm80/scheduler.cuh"
+
+namespace tpk::sm80 {
+
+template <class Tile, Element kElement, OperandLayout kLayoutA, OperandLayout kLayoutB>
+__global__ __launch_bounds__(Tile::kThreads,
+                             Tile::kMinCtas) void streamk_gemm_kernel(const __grid_constant__ GemmParams p) {
+  unsigned char* const shared = dynamic_shared();
+  __shared__ WorkerState state;
+
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  const int warp_m = warp % Tile::kWarpsM;
+  const int warp_n = warp / Tile::kWarpsM;
+  const uint32_t stages = shared_address(shared);
+  const FragmentReader<FragmentOrder::kA, kLayoutA, Tile::kBM, Tile::kFragmentsM> reader_a(
+      lane, warp_m * Tile::kWarpM);
+  const FragmentReader<FragmentOrder::kB, kLayoutB, Tile::kBN, Tile::kFragmentsN / 2> reader_b(
+      lane, warp_n * Tile::kWarpN);
+  const WorkItem& item = state.item;
+
+  if (threadIdx.x == 0) state.has_ticket = false;
+  while (next_segment<Tile>(p, &state)) {
+    Loader<kLayoutA, Tile::kBM, Tile::kThreads> loader_a;
+    Loader<kLayoutB, Tile::kBN, Tile::kThreads> loader_b;
+    loader_a.start(p.a, item.a_offset, static_cast<int>(min64(Tile::kBM, p.problem.m - item.m)));
+    loader_b.start(p.b, item.b_offset, static_cast<int>(min64(Tile::kBN, p.problem.n - item.n)));
+
+    Accumulators<Tile> acc;
+    clear<Tile>(acc);
+    mainloop<Tile, kElement>(acc, loader_a, loader_b, reader_a, reader_b, p.a, p.b, stages, item.iters,
+                             item.k_left);
+
+    if (item.slot >= 0) {
+      publish_partial<Tile>(p, item.slot, acc);
+      continue;
+    }
+    if (item.first_slot >= 0) add_partials<Tile>(p, item.first_slot, item.end_slot, acc);
+    __syncthreads();  // all warps have read their last stage
+    float* staged = reinterpret_cast<float*>(shared);
+    stage_tile<Tile>(acc, staged, lane, warp_m, warp_n);
+    __syncthreads();
+    store_tile<Tile>(p, item, staged);
+  }
+}
+
+template <class Tile, Element kElement, OperandLayout kLayoutA, OperandLayout kLayoutB>
+KernelInfo describe() {
+  return {reinterpret_cast<const void*>(&streamk_gemm_kernel<Tile, kElement, kLayoutA, kLayoutB>),
+          Tile::kThreads, Tile::kSharedBytes};
+}
+
+template <Element kElement, OperandLayout kLayoutA, OperandLayout kLayoutB>
+KernelInfo kernel_info(TileId tile) {
+  return tile == TileId::k128x128 ? describe<Tile128x128, kElement, kLayoutA, kLayoutB>()
+                                  : describe<Tile64x64, kElement, kLayoutA, kLayoutB>();
+}
+
+}  // namespace tpk::sm80

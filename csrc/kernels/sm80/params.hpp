@@ -1,0 +1,53 @@
+// What the kernel is told, by value: less than the 4 KiB that a launch may carry.
+#pragma once
+
+#include <cstdint>
+
+#include "host/schedule.hpp"
+#include "host/tile_order.hpp"
+#include "kernels/sm80/config.hpp"
+
+namespace tpk::sm80 {
+
+// Strides in bytes.
+struct Operand {
+  const void* data = nullptr;
+  int64_t batch_stride = 0;
+  int64_t outer_stride = 0;  // along M for A, along N for B
+  int64_t k_stride = 0;
+};
+
+// Strides in bytes. data is null if there is none.
+struct Output {
+  void* data = nullptr;
+  int64_t batch_stride = 0;
+  int64_t row_stride = 0;
+  int64_t col_stride = 0;
+  bool vector = false;  // four neighbouring columns are one aligned access
+};
+
+struct GemmParams {
+  Operand a;
+  Operand b;
+  Output out;
+  Output preact;
+  const void* bias = nullptr;
+  int64_t bias_stride = 0;  // bytes
+  Problem problem;
+  ScalarKind out_kind = ScalarKind::kBf16;  // of preact too
+  ScalarKind bias_kind = ScalarKind::kBf16;
+  Activation activation = Activation::kNone;
+  bool accumulate = false;
+
+  uint32_t* ticket = nullptr;  // zero before the launch
+  uint32_t* flags = nullptr;   // one per slot, zero before the launch
+  float* partials = nullptr;   // slots of kBM * kBN floats, in fragment order
+  uint64_t timeout_ns = 0;     // bound of every wait
+
+  TileOrder order;
+  Schedule schedule;
+};
+
+static_assert(sizeof(GemmParams) <= 4096, "Kernel parameters are limited to 4 KiB.");
+
+}  // namespace tpk::sm80

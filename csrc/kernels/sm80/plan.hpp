@@ -1,0 +1,72 @@
+// Plans of the portable kernel: which tile, schedule and number of workers a product gets. Pure functions, so
+// that the launcher, explain() and tests agree without a GPU.
+#pragma once
+
+#include <array>
+#include <span>
+#include <string_view>
+
+#include "host/plan.hpp"
+#include "kernels/sm80/config.hpp"
+
+namespace tpk::sm80 {
+
+struct GemmPlan {
+  Plan plan;
+  TileId tile = TileId::k128x128;
+  int64_t resident = 1;  // CTAs per multiprocessor that the plan counts on
+};
+
+namespace detail {
+
+constexpr int64_t resident_ctas(TileId id) {
+  return id == TileId::k128x128 ? Tile128x128::kMinCtas : Tile64x64::kMinCtas;
+}
+
+// CTAs that share a multiprocessor share its tensor cores and bandwidth; a CTA alone cannot keep them busy.
+// The second is a guess, to be refitted together with host/cost_model.hpp.
+inline CostConstants shared_cost(CostConstants c, int64_t resident) {
+  const double slower = resident == 1 ? 1.25 : static_cast<double>(resident);
+  c.mac_us *= slower;
+  c.load_us *= slower;
+  c.epilogue_elem_us *= slower;
+  c.partial_elem_us *= slower;
+  return c;
+}
+
+}  // namespace detail
+
+// schedule: a name of host/schedule_builder.hpp or "auto". workers: tickets that run at once, 0 for as many
+// as fit. Throws std::invalid_argument with a sentence where an argument makes no sense.
+inline GemmPlan plan_gemm(const Problem& p, int64_t multiprocessors, const CostConstants& cost,
+                          std::string_view schedule, int64_t workers, int64_t splits) {
+  GemmPlan best;
+  bool found = false;
+  for (const TileId id : kTileIds) {
+    const std::array<TileShape, 1> shape = {tile_shape(id)};
+    const int64_t most = detail::resident_ctas(id);
+    for (const int64_t resident : {int64_t{1}, most}) {
+      // A named schedule fills the multiprocessors unless it is told how many workers to use.
+      if (schedule != "auto" && resident != most) continue;
+      Machine machine;
+      machine.multiprocessors = workers > 0 ? workers : multiprocessors * resident;
+      machine.cost = detail::shared_cost(cost, resident);
+      GemmPlan candidate;
+      candidate.tile = id;
+      candidate.resident = resident;
+      if (schedule == "auto") {
+        candidate.plan = choose_plan(p, machine, shape);
+      } else {
+        ScheduleOptions o;
+        o.workers = machine.multiprocessors;
+        o.splits = splits;
+        candidate.plan = make_plan(p, shape[0], parse_schedule_kind(schedule), o, machine.cost);
+      }
+      if (!found || candidate.plan.predicted_us < best.plan.predicted_us) best = candidate;
+      found = true;
+    }
+  }
+  return best;
+}
+
+}  // namespace tpk::sm80
