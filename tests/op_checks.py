@@ -561,17 +561,116 @@ def check_opcheck(ctx):
     bias = torch.randn(5, requires_grad=True)
     y = torch.randn(2 * ctx.world, 3, requires_grad=True)
     cases = [
-        (ops.all_gather_matmul, (x, [w, v], [bias], [1], "gelu", 0, None, name, None, True, True, True)),
-        (ops.all_gather_matmul, (x, [w], [], [], "none", 0, [4] * ctx.world, name)),
-        (ops.matmul_replicated, (x, [w, v], [bias], [0], "silu", name, None, True)),
-        (ops.matmul_reduce_scatter, ([y], [w], bias, None, 0, None, name)),
-        (ops.matmul_reduce_scatter, ([y, y], [w, v], None, torch.randn(2, 5), 0, [2] * ctx.world, name)),
-        (ops.matmul_all_reduce, ([y], [w], bias, torch.randn(2 * ctx.world, 5), name)),
+        (
+            ops.all_gather_matmul,
+            (x, [w, v], [bias], [1], "gelu", 0, None, name, None, True, True, True, "auto"),
+        ),
+        (
+            ops.all_gather_matmul,
+            (x, [w], [], [], "none", 0, [4] * ctx.world, name, None, False, False, False, "auto"),
+        ),
+        (ops.matmul_replicated, (x, [w, v], [bias], [0], "silu", name, None, True, "auto")),
+        (ops.matmul_reduce_scatter, ([y], [w], bias, None, 0, None, name, None, "auto")),
+        (
+            ops.matmul_reduce_scatter,
+            ([y, y], [w, v], None, torch.randn(2, 5), 0, [2] * ctx.world, name, None, "auto"),
+        ),
+        (ops.matmul_all_reduce, ([y], [w], bias, torch.randn(2 * ctx.world, 5), name, None, "auto")),
         (ops.copy_to_group, (x, name)),
         (ops.all_reduce, (x, "sum", name)),
-        (ops.all_gather, (x, 0, None, name)),
+        (ops.all_gather, (x, 0, None, name, False)),
         (ops.reduce_scatter, (x, 0, None, name)),
         (ops.split, (x, 0, None, name)),
     ]
     for op, args in cases:
         torch.library.opcheck(op.default, args)
+
+
+def check_reference(ctx, seed, dtype_name):
+    """Random cases against tpkernels.reference (NumPy float64, all ranks simulated): per tile, and gradients."""
+    import numpy as np
+
+    from tpkernels import reference as ref
+
+    dtype = getattr(torch, dtype_name)
+    world, rank = ctx.world, ctx.rank
+    draw = np.random.default_rng(seed)  # the same on every rank
+
+    def tensor(array):
+        return torch.tensor(array, dtype=F64, device=ctx.device).to(dtype)
+
+    def random(*shape):
+        """A tensor and the float64 values that it really holds."""
+        x = tensor(draw.standard_normal(shape))
+        return x, x.double().cpu().numpy()
+
+    def gradient(actual, expected, name):
+        close(actual.cpu(), torch.tensor(np.ascontiguousarray(expected)), dtype, name)
+
+    for _ in range(4):
+        k, n, m = (int(draw.integers(1, high)) for high in (200, 150, 60))
+        dim = int(draw.integers(0, 2))
+        sizes = [int(s) for s in draw.multinomial(m, [1 / world] * world)]
+        lead = int(draw.integers(1, 4))
+
+        def shaped(rows, cols, lead=lead, dim=dim):
+            return (rows, lead, cols) if dim == 0 else (lead, rows, cols)
+
+        activation = str(draw.choice(["none", "relu", "silu", "gelu", "gelu_tanh"]))
+        xs = [random(*shaped(s, k)) for s in sizes]
+        ws = [random(k, n) for _ in range(world)]
+        cs = [random(n) for _ in range(world)]
+        dys = [random(*shaped(m, n)) for _ in range(world)]
+        x, w, c = (t.clone().requires_grad_() for t in (xs[rank][0], ws[rank][0], cs[rank][0]))
+        path = "auto" if dtype == F64 else f"{ctx.backend}+streamk"
+        out = tpk.all_gather_matmul(
+            x, w, ctx.group, gather_dim=dim, shard_sizes=sizes, biases=c, activation=activation, path=path
+        )
+        args = ([v for _, v in xs], [v for _, v in ws])
+        options = {"gather_dim": dim, "biases": [v for _, v in cs], "activation": activation}
+        expected = ref.all_gather_matmul(*args, **options)[rank]
+        assert_close_tiles(
+            out.flatten(0, 1),
+            expected.reshape(-1, n),
+            dtype,
+            k=k,
+            magnitude=k * np.ones((out[..., 0].numel(), n)),
+        )
+        out.backward(dys[rank][0])
+        grads = ref.all_gather_matmul_backward([v for _, v in dys], *args, **options)
+        gradient(x.grad, grads.a[rank], "a_shard")
+        gradient(w.grad, grads.b[rank], "b")
+        gradient(c.grad, grads.bias[rank], "bias")
+
+        as_ = [random(*shaped(m, k)) for _ in range(world)]
+        bias = random(n)
+        residuals = [random(*shaped(s, n)) for s in sizes]
+        dys = [random(*shaped(s, n)) for s in sizes]
+        a, w, c, r = (
+            t.clone().requires_grad_() for t in (as_[rank][0], ws[rank][0], bias[0], residuals[rank][0])
+        )
+        out = tpk.matmul_reduce_scatter(
+            a, w, ctx.group, scatter_dim=dim, shard_sizes=sizes, bias=c, residual=r, path=path
+        )
+        args = ([v for _, v in as_], [v for _, v in ws])
+        options = {"scatter_dim": dim, "bias": bias[1], "residuals": [v for _, v in residuals]}
+        expected = ref.matmul_reduce_scatter(*args, sizes=sizes, **options)[rank]
+        assert_close_tiles(out.flatten(0, 1), expected.reshape(-1, n), dtype, k=k * world, world=world)
+        out.backward(dys[rank][0])
+        grads = ref.matmul_reduce_scatter_backward([v for _, v in dys], *args, **options)
+        gradient(a.grad, grads.a[rank], "a")
+        gradient(w.grad, grads.b[rank], "b")
+        gradient(c.grad, grads.bias, "bias")
+        gradient(r.grad, grads.residual[rank], "residual")
+
+        whole, dy = random(*shaped(m, n)), random(*shaped(m, n))
+        a, w, c, r = (t.clone().requires_grad_() for t in (as_[rank][0], ws[rank][0], bias[0], whole[0]))
+        out = tpk.matmul_all_reduce(a, w, ctx.group, bias=c, residual=r, path=path)
+        expected = ref.matmul_all_reduce(*args, bias=bias[1], residual=whole[1])
+        assert_close_tiles(out.flatten(0, 1), expected.reshape(-1, n), dtype, k=k * world, world=world)
+        out.backward(dy[0])
+        grads = ref.matmul_all_reduce_backward(dy[1], *args, bias=bias[1], residual=whole[1])
+        gradient(a.grad, grads.a[rank], "a")
+        gradient(w.grad, grads.b[rank], "b")
+        gradient(c.grad, grads.bias, "bias")
+        gradient(r.grad, grads.residual, "residual")

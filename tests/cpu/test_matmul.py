@@ -164,12 +164,14 @@ def test_opcheck():
     b = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
     bias = torch.randn(4, dtype=torch.float64, requires_grad=True)
     op = torch.ops.tpkernels.matmul.default
-    torch.library.opcheck(op, (a, b, bias, "gelu", None, True))
-    torch.library.opcheck(op, (a, b, None, "none", torch.float32, False))
-    torch.library.opcheck(op, (torch.randn(2, 3, 5), torch.randn(2, 5, 4)), {"path": "streamk"})
+    torch.library.opcheck(op, (a, b, bias, "gelu", None, True, "auto"))
+    torch.library.opcheck(op, (a, b, None, "none", torch.float32, False, "auto"))
+    torch.library.opcheck(
+        op, (torch.randn(2, 3, 5), torch.randn(2, 5, 4), None, "none", None, False, "streamk")
+    )
     torch.library.opcheck(
         torch.ops.tpkernels.matmul_accumulate.default,
-        (torch.randn(3, 5), torch.randn(5, 4), torch.zeros(3, 4)),
+        (torch.randn(3, 5), torch.randn(5, 4), torch.zeros(3, 4), "auto"),
     )
 
 
@@ -207,7 +209,7 @@ def test_compile_inductor_matches_eager():
     assert torch.allclose(compiled(a, b), run(a, b))
 
 
-def test_autocast_free_functions_and_grad_modes():
+def test_grad_modes():
     a, b = torch.randn(3, 4, requires_grad=True), torch.randn(4, 2)
     with torch.no_grad():
         assert not tpk.matmul(a, b, activation="gelu").requires_grad
@@ -224,3 +226,14 @@ def test_checkpoint_recompute():
     grad, a.grad = a.grad, None
     tpk.matmul(a, b, activation="gelu").sum().backward()
     assert torch.equal(grad, a.grad)
+
+
+def test_autocast():
+    a, b = torch.randn(3, 4, requires_grad=True), torch.randn(4, 2, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = tpk.matmul(a, b, bias=torch.randn(2))
+    assert y.dtype == torch.bfloat16
+    y.sum().backward()
+    assert a.grad.dtype == torch.float32
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert tpk.matmul(a.double(), b.double()).dtype == torch.float64

@@ -55,3 +55,9 @@ def test_check(gpu_ranks, check):
 
 def test_cpu_tensors_are_refused(gpu_ranks):
     gpu_ranks.run(on_device, "check_wrong_device", world=2)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_against_the_numpy_reference(gpu_ranks, seed, dtype, world):
+    gpu_ranks.run(on_device, "check_reference", seed, dtype, world=world)

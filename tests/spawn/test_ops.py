@@ -79,3 +79,9 @@ def test_not_a_member(ranks):
 @pytest.mark.parametrize("check", ["check_compile", "check_opcheck"])
 def test_compiler(ranks, check):
     ranks.run(on_device, check, world=2, timeout=180)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16", "float16"])
+def test_against_the_numpy_reference(ranks, seed, dtype, world):
+    ranks.run(on_device, "check_reference", seed, dtype, world=world)

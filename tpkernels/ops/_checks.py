@@ -21,10 +21,6 @@ def check_operand(name: str, x: Tensor, min_dim: int = 2) -> None:
             f"{name}: expected dtype {_DTYPE_NAMES}, got {_short(x.dtype)}; convert it, "
             f"for example {name}.to(torch.bfloat16)."
         )
-    if x.layout != torch.strided:
-        raise ArgumentError(
-            f"{name}: expected a dense (strided) tensor, got layout {x.layout}; call .to_dense()."
-        )
     if x.dim() < min_dim:
         raise ShapeError(f"{name}: expected at least {min_dim} dimensions, got shape {_shape(x)}.")
 

@@ -120,11 +120,11 @@ def _all_gather_matmul(
     gather_dim: int,
     shard_sizes: list[int] | None,
     group_name: str,
-    out_dtype: torch.dtype | None = None,
-    return_preact: bool = False,
-    return_gathered: bool = False,
-    save_gathered: bool = False,
-    path: str = "auto",
+    out_dtype: torch.dtype | None,
+    return_preact: bool,
+    return_gathered: bool,
+    save_gathered: bool,
+    path: str,
 ) -> list[Tensor]:
     group = _groups.resolve(group_name)
 
@@ -157,11 +157,11 @@ def _all_gather_matmul_fake(
     gather_dim: int,
     shard_sizes: list[int] | None,
     group_name: str,
-    out_dtype: torch.dtype | None = None,
-    return_preact: bool = False,
-    return_gathered: bool = False,
-    save_gathered: bool = False,
-    path: str = "auto",
+    out_dtype: torch.dtype | None,
+    return_preact: bool,
+    return_gathered: bool,
+    save_gathered: bool,
+    path: str,
 ) -> list[Tensor]:
     plan = _plan_gather(
         _groups.resolve(group_name),
@@ -342,9 +342,9 @@ def _matmul_replicated(
     bias_of: list[int],
     activation: str,
     group_name: str,
-    out_dtype: torch.dtype | None = None,
-    return_preact: bool = False,
-    path: str = "auto",
+    out_dtype: torch.dtype | None,
+    return_preact: bool,
+    path: str,
 ) -> list[Tensor]:
     group = _groups.resolve(group_name)
     plan = _agreement.validated(
@@ -364,9 +364,9 @@ def _matmul_replicated_fake(
     bias_of: list[int],
     activation: str,
     group_name: str,
-    out_dtype: torch.dtype | None = None,
-    return_preact: bool = False,
-    path: str = "auto",
+    out_dtype: torch.dtype | None,
+    return_preact: bool,
+    path: str,
 ) -> list[Tensor]:
     plan = _plan_replicated(_groups.resolve(group_name), a, bs, biases, bias_of, activation, out_dtype, path)
     copies = 2 if return_preact else 1

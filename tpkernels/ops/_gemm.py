@@ -79,9 +79,9 @@ def _streamk(
 def _library(
     a: Tensor, b: Tensor, bias: Tensor | None, activation: str, out_dtype: torch.dtype, want_preact: bool
 ) -> Product:
-    if a.is_cuda and out_dtype == a.dtype and bias is not None and b.dim() == 2 and a.shape[-1] > 0:
+    if a.is_cuda and out_dtype == a.dtype and bias is not None and activation == "none" and b.dim() == 2:
         # cuBLASLt adds the bias in its own epilogue, before rounding.
-        wide = torch.addmm(bias, a.reshape(-1, a.shape[-1]), b).view(output_shape(a, b))
+        wide = torch.addmm(bias, a.flatten(0, -2), b).view(output_shape(a, b))
     else:
         wide = _wide_product(a, b, out_dtype, keep_wide=bias is not None or activation != "none")
         if bias is not None:

@@ -27,11 +27,11 @@ def _validate(
 def _implementation(
     a: Tensor,
     b: Tensor,
-    bias: Tensor | None = None,
-    activation: str = "none",
-    out_dtype: torch.dtype | None = None,
-    return_preact: bool = False,
-    path: str = "auto",
+    bias: Tensor | None,
+    activation: str,
+    out_dtype: torch.dtype | None,
+    return_preact: bool,
+    path: str,
 ) -> list[Tensor]:
     dtype = _validate(a, b, bias, activation, out_dtype)
     request = _paths.parse(path, a.device.type, distributed=False)
@@ -46,11 +46,11 @@ def _implementation(
 def _fake(
     a: Tensor,
     b: Tensor,
-    bias: Tensor | None = None,
-    activation: str = "none",
-    out_dtype: torch.dtype | None = None,
-    return_preact: bool = False,
-    path: str = "auto",
+    bias: Tensor | None,
+    activation: str,
+    out_dtype: torch.dtype | None,
+    return_preact: bool,
+    path: str,
 ) -> list[Tensor]:
     dtype = _validate(a, b, bias, activation, out_dtype)
     shape = _gemm.output_shape(a, b)
@@ -107,7 +107,7 @@ def preact_grad(
 def weight_grad(a: Tensor, grad: Tensor, shape: torch.Size, path: str) -> Tensor:
     """``a^T @ grad`` summed over rows; for a batched weight, over the dimensions it was broadcast in."""
     if len(shape) == 2:
-        return product(a.reshape(-1, a.shape[-1]).t(), grad.reshape(-1, grad.shape[-1]), path=path)
+        return product(a.flatten(0, -2).t(), grad.flatten(0, -2), path=path)
     return reduce_to(product(a.mT, grad, path=path), shape)
 
 
@@ -118,7 +118,7 @@ def reduce_to(grad: Tensor, shape: torch.Size) -> Tensor:
 
 def sum_rows(grad: Tensor) -> Tensor:
     """Bias gradient [N]: sum over all rows."""
-    return grad.reshape(-1, grad.shape[-1]).sum(0)
+    return grad.flatten(0, -2).sum(0)  # reshape(-1, 0) would be ambiguous
 
 
 register("matmul", _implementation, _fake, setup_context=_setup_context, backward=_backward)
@@ -137,7 +137,7 @@ def _validate_accumulate(a: Tensor, b: Tensor, acc: Tensor) -> None:
         )
 
 
-def _accumulate(a: Tensor, b: Tensor, acc: Tensor, path: str = "auto") -> None:
+def _accumulate(a: Tensor, b: Tensor, acc: Tensor, path: str) -> None:
     _validate_accumulate(a, b, acc)
     _checks.check_no_overlap("accumulate_into", acc, [("a", a), ("b", b)])
     request = _paths.parse(path, a.device.type, distributed=False)
@@ -146,7 +146,7 @@ def _accumulate(a: Tensor, b: Tensor, acc: Tensor, path: str = "auto") -> None:
     _paths.record("matmul_accumulate", "none", choice.gemm, _gemm.describe(a, b), choice.why)
 
 
-def _accumulate_fake(a: Tensor, b: Tensor, acc: Tensor, path: str = "auto") -> None:
+def _accumulate_fake(a: Tensor, b: Tensor, acc: Tensor, path: str) -> None:
     _validate_accumulate(a, b, acc)
 
 

@@ -121,8 +121,8 @@ def _matmul_reduce_scatter(
     scatter_dim: int,
     shard_sizes: list[int] | None,
     group_name: str,
-    out_dtype: torch.dtype | None = None,
-    path: str = "auto",
+    out_dtype: torch.dtype | None,
+    path: str,
 ) -> Tensor:
     group = _groups.resolve(group_name)
 
@@ -157,8 +157,8 @@ def _matmul_reduce_scatter_fake(
     scatter_dim: int,
     shard_sizes: list[int] | None,
     group_name: str,
-    out_dtype: torch.dtype | None = None,
-    path: str = "auto",
+    out_dtype: torch.dtype | None,
+    path: str,
 ) -> Tensor:
     plan = _plan(_groups.resolve(group_name), a, b, bias, out_dtype, path, (scatter_dim, shard_sizes))
     shape = _own_shape(plan)
@@ -172,8 +172,8 @@ def _matmul_all_reduce(
     bias: Tensor | None,
     residual: Tensor | None,
     group_name: str,
-    out_dtype: torch.dtype | None = None,
-    path: str = "auto",
+    out_dtype: torch.dtype | None,
+    path: str,
 ) -> Tensor:
     group = _groups.resolve(group_name)
 
@@ -198,8 +198,8 @@ def _matmul_all_reduce_fake(
     bias: Tensor | None,
     residual: Tensor | None,
     group_name: str,
-    out_dtype: torch.dtype | None = None,
-    path: str = "auto",
+    out_dtype: torch.dtype | None,
+    path: str,
 ) -> Tensor:
     plan = _plan(_groups.resolve(group_name), a, b, bias, out_dtype, path, None)
     _checks.check_residual(residual, plan.shape, plan.out_dtype, a[0])
@@ -219,7 +219,8 @@ def _scatter_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _scatter_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     n = ctx.n
-    as_, bs = ctx.saved_tensors[:n], ctx.saved_tensors[n:]
+    saved = ctx.saved_tensors  # read once: recomputation unpacks at every read
+    as_, bs = saved[:n], saved[n:]
     sizes = ctx.sizes
     if sizes is None:
         rows = _groups.shard_sizes(as_[0].shape[ctx.dim], _groups.resolve(ctx.group).world)
@@ -266,7 +267,8 @@ def _all_reduce_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None
 
 def _all_reduce_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     n = ctx.n
-    as_, bs = ctx.saved_tensors[:n], ctx.saved_tensors[n:]
+    saved = ctx.saved_tensors  # read once: recomputation unpacks at every read
+    as_, bs = saved[:n], saved[n:]
     dy = grad.to(as_[0].dtype)
     need_as, need_bs, need_bias = ctx.needs_input_grad[:3]
     grad_as = [

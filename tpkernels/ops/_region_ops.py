@@ -79,7 +79,7 @@ def _all_reduce(x: Tensor, reduce_op: str, group_name: str) -> Tensor:
 
 
 def _all_gather(
-    x: Tensor, dim: int, shard_sizes: list[int] | None, group_name: str, replicated_grad: bool = False
+    x: Tensor, dim: int, shard_sizes: list[int] | None, group_name: str, replicated_grad: bool
 ) -> Tensor:
     group = _groups.resolve(group_name)
 
@@ -105,7 +105,7 @@ def _all_gather(
 
 
 def _all_gather_fake(
-    x: Tensor, dim: int, shard_sizes: list[int] | None, group_name: str, replicated_grad: bool = False
+    x: Tensor, dim: int, shard_sizes: list[int] | None, group_name: str, replicated_grad: bool
 ) -> Tensor:
     d = _row_dim(x, dim)
     sizes = _groups.gather_sizes(x.shape[d], shard_sizes, _groups.resolve(group_name), "x")

@@ -8,6 +8,7 @@ Semantics shared by all of them:
 - A replicated argument (equal on every rank) gets its complete gradient, equal on every rank; a sharded one
   gets its shard's gradient.
 - Shards may be unequal: ``shard_sizes`` gives the rows of every rank, 0 allowed, the same list on every rank.
+- Under ``torch.autocast`` operands, biases and residuals are cast to its dtype, as in ``F.linear``.
 - ``path`` forces an implementation (see :mod:`tpkernels.ops._paths`); ``"auto"`` may be overridden by the
   environment variable ``TPK_PATH``. ``tpkernels.last_path()`` tells what ran.
 
@@ -69,6 +70,7 @@ def matmul(
         _ops.matmul_accumulate(a.detach(), b.detach(), accumulate_into, path)
         return accumulate_into
     name = activation or "none"
+    a, b, bias = _autocast(a, b, bias)
     keep = _keep_preact(name, save_preact, a, b, bias)
     out: list[Tensor] = _ops.matmul(a, b, bias, name, out_dtype, keep, path)
     return out[0]
@@ -112,6 +114,8 @@ def all_gather_matmul(
     bs, bias_list, bias_of = _lists(b, biases)
     _check_tensors(a_shard=a_shard)
     name = activation or "none"
+    a_shard, *cast = _autocast(a_shard, *bs, *bias_list)
+    bs, bias_list = cast[: len(bs)], cast[len(bs) :]
     keep_preact = _keep_preact(name, save_preact, a_shard, *bs, *bias_list)
     save = keep_gathered and torch.is_grad_enabled() and any(w.requires_grad for w in bs)
     out: list[Tensor] = _ops.all_gather_matmul(
@@ -154,6 +158,8 @@ def matmul_replicated(
     bs, bias_list, bias_of = _lists(b, biases)
     _check_tensors(a=a)
     name = activation or "none"
+    a, *cast = _autocast(a, *bs, *bias_list)
+    bs, bias_list = cast[: len(bs)], cast[len(bs) :]
     keep = _keep_preact(name, save_preact, a, *bs, *bias_list)
     out: list[Tensor] = _ops.matmul_replicated(
         a, bs, bias_list, bias_of, name, group_name_of(group), out_dtype, keep, path
@@ -189,7 +195,7 @@ def matmul_reduce_scatter(
     Returns:
         This rank's rows, [..., N]. Partials are added in rank order in float32: the same bits on every run.
     """
-    as_, bs = _pairs(a, b)
+    as_, bs, bias, residual = _pairs(a, b, bias, residual)
     out: Tensor = _ops.matmul_reduce_scatter(
         as_, bs, bias, residual, scatter_dim, shard_sizes, group_name_of(group), out_dtype, path
     )
@@ -211,7 +217,7 @@ def matmul_all_reduce(
     Arguments as in :func:`matmul_reduce_scatter`; ``residual`` has the shape of the whole product and is the
     same on every rank. The result is replicated: bitwise equal on every rank.
     """
-    as_, bs = _pairs(a, b)
+    as_, bs, bias, residual = _pairs(a, b, bias, residual)
     out: Tensor = _ops.matmul_all_reduce(as_, bs, bias, residual, group_name_of(group), out_dtype, path)
     return out
 
@@ -240,16 +246,37 @@ def _lists(
     return bs, [bias for _, bias in present], [i for i, _ in present]
 
 
-def _pairs(a: Tensor | Sequence[Tensor], b: Tensor | Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+def _pairs(
+    a: Tensor | Sequence[Tensor],
+    b: Tensor | Sequence[Tensor],
+    bias: Tensor | None,
+    residual: Tensor | None,
+) -> tuple[list[Tensor], list[Tensor], Tensor | None, Tensor | None]:
     as_ = [a] if isinstance(a, Tensor) else list(a)
     bs = [b] if isinstance(b, Tensor) else list(b)
     for name, tensors in (("a", as_), ("b", bs)):
         for i, tensor in enumerate(tensors):
             _check_tensors(**{f"{name}[{i}]" if len(tensors) > 1 else name: tensor})
-    return as_, bs
+    bias, residual, *cast = _autocast(bias, residual, *as_, *bs)
+    return cast[: len(as_)], cast[len(as_) :], bias, residual
+
+
+def _autocast(*tensors: Any) -> list[Any]:
+    """The tensors as ``torch.autocast`` wants them, where it is on for their device."""
+    device = next((t.device.type for t in tensors if t is not None), "cpu")
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(device)
+    # float64 stays, as autocast itself leaves it; integers stay, so that their error names them.
+    narrowed = (torch.float32, torch.bfloat16, torch.float16)
+    return [t.to(dtype) if t is not None and t.dtype in narrowed else t for t in tensors]
 
 
 def _check_tensors(**named: object) -> None:
     for name, value in named.items():
         if not isinstance(value, Tensor):
             raise DTypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}.")
+        if value.layout != torch.strided:
+            raise ArgumentError(
+                f"{name}: expected a dense (strided) tensor, got layout {value.layout}; call .to_dense()."
+            )

@@ -1,0 +1,393 @@
+"""The decisions and sentences of setup.py, of the environment of make, and of the checks of CI."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+GIB = 1 << 30
+
+pytestmark = pytest.mark.skipif(
+    not (ROOT / "setup.py").exists(), reason="the sources of the build are not beside the tests"
+)
+
+
+def _module(relative: str) -> ModuleType:
+    name = "tpk_" + Path(relative).stem
+    spec = importlib.util.spec_from_file_location(name, ROOT / relative)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def setup() -> ModuleType:
+    return _module("setup.py")
+
+
+@pytest.fixture(scope="module")
+def env() -> ModuleType:
+    return _module(".ci/setup_env.py")
+
+
+# --- torch, ninja, the compiler ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("version", "numbers"),
+    [("2.14.1+cu130", (2, 14, 1)), ("2.12.0a0+git12ab", (2, 12, 0)), ("2.11", (2, 11)), ("", ())],
+)
+def test_release_reads_the_leading_numbers(setup, version, numbers):
+    assert setup.release(version) == numbers
+
+
+@pytest.mark.parametrize("version", ["2.11.0", "2.14.1+cu130", "2.15.0.dev20261101", "3.0.0"])
+def test_new_enough_torch_is_accepted(setup, version):
+    assert setup.check_torch(version) == ""
+
+
+def test_missing_torch_names_the_interpreter_and_the_command(setup):
+    sentence = setup.check_torch(None)
+    assert sys.executable in sentence
+    assert 'pip install "torch>=2.11"' in sentence
+    assert "--no-build-isolation" in sentence
+
+
+@pytest.mark.parametrize("version", ["2.10.1", "1.13.0+cu117", "0.4"])
+def test_old_torch_names_both_versions(setup, version):
+    sentence = setup.check_torch(version)
+    assert version in sentence
+    assert "2.11" in sentence
+    assert "pip install --upgrade" in sentence
+
+
+def test_missing_ninja_names_the_command(setup):
+    assert setup.check_ninja("/usr/bin/ninja") == ""
+    assert "pip install ninja" in setup.check_ninja(None)
+
+
+def test_compiler_sentences(setup):
+    assert setup.check_compiler("c++", None) == ""
+    missing = setup.check_compiler("no-such-c++", "")
+    assert "'no-such-c++' was not found" in missing
+    assert "apt-get install" in missing
+    old = setup.check_compiler("g++-7", "error: unrecognized option '-std=c++20'\nmore")
+    assert "'g++-7' does not compile C++20" in old
+    assert "unrecognized option" in old
+    assert "CXX=g++-12" in old
+
+
+def test_the_compiler_of_this_machine_is_tried(setup):
+    assert setup.try_compiler("no-such-compiler") == ""
+    assert setup.try_compiler("false") == "exit status 1"
+    assert setup.try_compiler(os.environ.get("CXX", "c++")) is None
+
+
+# --- memory and jobs -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cores", "gib", "jobs"),
+    [(2, 24, 2), (64, 24, 8), (64, 4.5, 1), (64, 7, 2), (8, 1, 1), (1, 500, 1), (128, 400, 128)],
+)
+def test_default_jobs_leave_memory(setup, cores, gib, jobs):
+    assert setup.default_jobs(cores, int(gib * GIB)) == jobs
+
+
+@pytest.mark.parametrize(("requested", "gib"), [(None, 24), ("8", 24), ("1", 2.5), (None, 3)])
+def test_no_warning_where_memory_suffices(setup, requested, gib):
+    assert setup.check_jobs(requested, 8, int(gib * GIB)) == ""
+
+
+def test_too_many_jobs_for_the_memory(setup):
+    sentence = setup.check_jobs("64", 64, 12 * GIB)
+    assert "12.0 GiB" in sentence
+    assert "MAX_JOBS=64" in sentence
+    assert "export MAX_JOBS=4" in sentence
+
+
+def test_too_little_memory_for_one_job(setup):
+    assert "1.0 GiB" in setup.check_jobs(None, 8, GIB)
+
+
+@pytest.mark.parametrize("requested", ["0", "many", "-3", "2.5", ""])
+def test_max_jobs_must_be_a_number(setup, requested):
+    assert "export MAX_JOBS=2" in setup.check_jobs(requested, 2, 24 * GIB)
+
+
+def test_available_memory_is_plausible(setup):
+    assert 0 < setup.available_memory() < 1 << 50
+
+
+# --- CUDA ----------------------------------------------------------------------------------------------------
+
+
+def test_cuda_is_built_where_the_major_versions_agree(setup):
+    assert setup.decide_cuda("2.14.1+cu130", "13.0", "/usr/local/cuda/bin/nvcc", "13.0") == ""
+    assert setup.decide_cuda("2.14.1+cu130", "13.0", "/usr/local/cuda/bin/nvcc", "13.2") == ""
+
+
+@pytest.mark.parametrize(
+    ("args", "parts"),
+    [
+        (("2.13.0+cpu", None, "/x/nvcc", "13.0"), ["CPU-only", "2.13.0+cpu", "pip install"]),
+        (("2.14.1", "13.0", None, None), ["nvcc was not found", "CUDA 13", "CUDA_HOME="]),
+        (("2.14.1", "13.0", "/x/nvcc", None), ["/x/nvcc", "version"]),
+        (
+            ("2.14.1", "13.0", "/x/nvcc", "12.8"),
+            ["/x/nvcc is CUDA 12.8", "built with CUDA 13.0", "CUDA_HOME="],
+        ),
+    ],
+)
+def test_reasons_to_skip_cuda(setup, args, parts):
+    reason = setup.decide_cuda(*args)
+    for part in parts:
+        assert part in reason
+
+
+def test_switches(setup):
+    assert setup.apply_switch("TPK_WITH_CUDA", "auto", "") == ""
+    assert setup.apply_switch("TPK_WITH_CUDA", "auto", "no nvcc") == "no nvcc"
+    assert setup.apply_switch("TPK_WITH_CUDA", "1", "") == ""
+    assert "TPK_WITH_CUDA=0" in setup.apply_switch("TPK_WITH_CUDA", "0", "")
+    with pytest.raises(setup.BuildError, match="TPK_WITH_CUDA=1, but no nvcc"):
+        setup.apply_switch("TPK_WITH_CUDA", "1", "no nvcc")
+    with pytest.raises(setup.BuildError, match="TPK_WITH_CUDA=yes is not one of auto, 0 and 1"):
+        setup.apply_switch("TPK_WITH_CUDA", "yes", "")
+
+
+def test_gencode_flags(setup):
+    default = setup.gencode_flags()
+    assert default == [
+        "-gencode=arch=compute_80,code=sm_80",
+        "-gencode=arch=compute_90,code=sm_90",
+        "-gencode=arch=compute_90,code=compute_90",
+    ]
+    more = setup.gencode_flags("8.9; sm_100a,120 90")
+    assert [f.partition(",code=")[2] for f in more] == [
+        "sm_80", "sm_90", "sm_89", "sm_100a", "sm_120", "compute_90",
+    ]  # fmt: skip
+    for wrong in ("hopper", "70", "9"):
+        with pytest.raises(setup.BuildError, match=f"TPK_CUDA_ARCHS has '{wrong}'"):
+            setup.gencode_flags(wrong)
+
+
+def test_nvcc_version_is_read(setup):
+    text = "nvcc: NVIDIA (R) Cuda compiler driver\nCuda compilation tools, release 13.0, V13.0.88\n"
+    assert setup.parse_nvcc_version(text) == "13.0"
+    assert setup.parse_nvcc_version("sh: nvcc: not found") is None
+
+
+def _toolkit(root: Path) -> Path:
+    (root / "bin").mkdir(parents=True)
+    nvcc = root / "bin/nvcc"
+    nvcc.write_text("#!/bin/sh\n")
+    nvcc.chmod(0o755)
+    (root / "targets/x/include").mkdir(parents=True)
+    (root / "targets/x/include/cuda_runtime.h").touch()
+    return root
+
+
+def _silent(command: list[str]) -> str:
+    return ""
+
+
+def test_named_cuda_home_is_taken_or_nothing(setup, tmp_path):
+    root = _toolkit(tmp_path / "cuda-13.0")
+    assert setup.find_cuda_home({"CUDA_HOME": str(root)}, _silent, tmp_path) == root
+    assert setup.find_cuda_home({"CUDA_PATH": str(root)}, _silent, tmp_path) == root
+    # A wrong name is not replaced by another toolkit without a word.
+    assert setup.find_cuda_home({"CUDA_HOME": str(tmp_path / "gone")}, _silent, tmp_path) is None
+
+
+def test_a_script_that_starts_nvcc_is_seen_through(setup, tmp_path):
+    root = _toolkit(tmp_path / "cuda-13.0")
+    shim = tmp_path / "local/bin/nvcc"
+    shim.parent.mkdir(parents=True)
+    shim.write_text("#!/bin/sh\n")
+    shim.chmod(0o755)
+    asked = []
+
+    def run(command: list[str]) -> str:
+        asked.append(command)
+        return f"#$ _HERE_={root}/bin\n#$ TOP={root}/bin/..\n"
+
+    assert setup.find_cuda_home({"PATH": str(shim.parent)}, run, tmp_path) == root
+    assert asked[0][0] == str(shim)
+
+
+def test_a_link_to_nvcc_is_followed(setup, tmp_path):
+    root = _toolkit(tmp_path / "cuda-13.0")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/nvcc").symlink_to(root / "bin/nvcc")
+    assert setup.find_cuda_home({"PATH": str(tmp_path / "bin")}, _silent, tmp_path) == root
+
+
+# --- sources and summary -------------------------------------------------------------------------------------
+
+
+def _tree(root: Path, names: list[str]) -> Path:
+    for name in names:
+        (root / "csrc" / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / "csrc" / name).touch()
+    return root
+
+
+def test_sources_are_sorted_into_extensions(setup, tmp_path):
+    names = [
+        "ops/schemas.cpp",
+        "ops/streamk_cuda.cu",
+        "ops/check.hpp",
+        "kernels/cpu/run.cpp",
+        "kernels/sm80/gemm.cu",
+    ]
+    found = setup.find_sources(_tree(tmp_path, names))
+    assert found == {
+        "_C": ["csrc/kernels/cpu/run.cpp", "csrc/ops/schemas.cpp"],
+        "_C_sm80": ["csrc/kernels/sm80/gemm.cu", "csrc/ops/streamk_cuda.cu"],
+        "_host": [],
+    }
+
+
+def test_two_sources_of_one_name_are_refused(setup, tmp_path):
+    _tree(tmp_path, ["ops/streamk.cpp", "kernels/cpu/streamk.cpp"])
+    with pytest.raises(setup.BuildError, match="_C has two sources named 'streamk'"):
+        setup.find_sources(tmp_path)
+
+
+def test_every_source_of_the_repository_is_in_an_extension(setup):
+    in_extensions = {name for names in setup.find_sources(ROOT).values() for name in names}
+    sources = [p for p in (ROOT / "csrc").rglob("*") if p.suffix in (".cpp", ".cu")]
+    tests = [p for p in sources if p.stem.endswith("_test")]  # built by cmake/
+    assert {p.relative_to(ROOT).as_posix() for p in sources if p not in tests} == in_extensions
+
+
+def test_summary_has_a_line_for_each_piece(setup):
+    pieces = [setup.Piece("_C", ["a.cpp", "b.cpp"]), setup.Piece("_C_sm80", [], "nvcc was not found")]
+    text = setup.summary(pieces, {"torch": "2.14.1"})
+    assert re.search(r"_C +built +2 sources", text)
+    assert re.search(r"_C_sm80 +skipped +nvcc was not found", text)
+    assert "torch 2.14.1" in text
+
+
+def test_a_build_without_torch_says_so(tmp_path):
+    """What `pip install .` shows in an isolated build: the sentence, before anything is compiled."""
+    (tmp_path / "torch.py").write_text("raise ImportError('hidden by the test')\n")
+    for command in ("dist_info", "build_ext"):
+        result = subprocess.run(
+            [sys.executable, "setup.py", command],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert result.returncode == 1
+        assert "tpkernels: torch was not found by" in result.stderr
+        assert "Traceback" not in result.stderr
+
+
+def test_versions_agree():
+    pyproject = (ROOT / "pyproject.toml").read_text()
+    assert "\nversion =" not in pyproject.partition("[tool.setuptools.dynamic]")[0]
+    version = re.findall(r'__version__ = "(.+)"', (ROOT / "tpkernels/_version.py").read_text())
+    assert f"## {version[0]}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+# --- the environment of make ---------------------------------------------------------------------------------
+
+
+def test_environment_sentences(env):
+    assert env.check_python((3, 10, 0), "python3") == ""
+    assert "python3 is Python 3.8" in env.check_python((3, 8, 1), "python3")
+    assert env.check_venv(True, True, (3, 12)) == ""
+    assert "apt-get install python3.12-venv" in env.check_venv(True, False, (3, 12))
+    assert "no venv module" in env.check_venv(False, False, (3, 12))
+    assert env.check_torch("2.11.0+cu130", "python3") == ""
+    assert "torch 2.9.1" in env.check_torch("2.9.1", "python3")
+    assert "has no torch" in env.check_torch(None, "python3")
+
+
+def test_requirements_come_from_pyproject(env):
+    text = (ROOT / "pyproject.toml").read_text()
+    names = [env.name_of(r) for r in env.requirements(text, ["test", "demo"])]
+    assert {"pytest", "hypothesis", "matplotlib", "numpy", "ninja", "setuptools"} <= set(names)
+    assert "torch" not in names
+    with pytest.raises(SystemExit, match="no extra 'nonsense'"):
+        env.requirements(text, ["nonsense"])
+
+
+def test_installed_requirements_are_recognised(env):
+    assert env.is_installed("pytest>=8")
+    assert env.is_installed("pytest")
+    assert not env.is_installed("pytest>=999.1")
+    assert not env.is_installed("no-such-distribution>=1")
+
+
+# --- the checks of CI ----------------------------------------------------------------------------------------
+
+PTXAS = """\
+ptxas info    : Compiling entry function '_Z4gemm' for 'sm_80'
+ptxas info    : Function properties for _Z4gemm
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 128 registers, used 1 barriers, 400 bytes cmem[0]
+ptxas info    : Compiling entry function '_Z4gemm' for 'sm_90'
+    16 bytes stack frame, 8 bytes spill stores, 12 bytes spill loads
+ptxas info    : Used 255 registers
+"""
+
+
+def test_spills_and_lost_performance_are_found():
+    check = _module(".ci/check_cuda.py")
+    assert [(k.arch, k.registers, k.spilled) for k in check.parse_report(PTXAS)] == [
+        ("sm_80", 128, 0),
+        ("sm_90", 255, 20),
+    ]
+    assert check.problems(PTXAS) == ["_Z4gemm spills 20 bytes on sm_90"]
+    warning = "ptxas info : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized"
+    assert any("C7510" in p for p in check.problems(PTXAS + warning))
+    assert check.problems("ptxas info : (C7516) something else\n" + PTXAS) == check.problems(PTXAS)
+    assert "no ptxas report" in check.problems("")[0]
+
+
+def test_wheel_contents_are_judged():
+    check = _module(".ci/check_wheel.py")
+    good = ["tpkernels/_C.abi3.so", "tpkernels-0.1.0.dist-info/licenses/LICENSE"]
+    assert check.problems(1000, good, ["tpkernels/_C.abi3.so"]) == []
+    assert "60.0 MB" in check.problems(60_000_000, good, [])[0]
+    assert "tests/cpu/x.py" in check.problems(1, [*good, "tests/cpu/x.py"], [])[0]
+    assert "lacks tpkernels/_host.so" in check.problems(1, good, ["tpkernels/_host.so"])[0]
+
+
+def test_library_dependencies_are_judged():
+    check = _module(".ci/check_libraries.py")
+    dynamic = " 0x1 (NEEDED)  Shared library: [libc10.so]\n 0x1d (RUNPATH)  Library runpath: [$ORIGIN/../torch/lib]\n"
+    assert check.link_problems("x.so", dynamic) == []
+    assert check.link_problems("x.so", dynamic + " 0x1 (NEEDED)  Shared library: [libcuda.so.1]\n")
+    assert check.link_problems("x.so", dynamic.replace("$ORIGIN/../torch", "/home/me/torch"))
+    report = "  Torch ABI:   STABLE\n  Min torch:   2.{}.0\n"
+    assert check.abi_problems("x.so", report.format(11)) == []
+    assert "torch 2.12" in check.abi_problems("x.so", report.format(12))[0]
+    assert check.abi_problems("x.so", report.format(9).replace("STABLE", "UNSTABLE"))
+
+
+def test_build_output_is_shortened():
+    build = _module(".ci/build.py")
+    line = f"[3/12] c++ -MMD -MF x.o.d -I{ROOT} -c -c {ROOT}/csrc/ops/schemas.cpp -o x.o -O3\n"
+    assert build.shorten(line) == "  [3/12] csrc/ops/schemas.cpp"
+    assert build.shorten("ptxas info    : Used 128 registers\n") is None
+    assert (
+        build.shorten("csrc/ops/x.cpp:3:1: error: expected ';'\n")
+        == "csrc/ops/x.cpp:3:1: error: expected ';'"
+    )
