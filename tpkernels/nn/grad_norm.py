@@ -1,0 +1,105 @@
+"""Gradient clipping over a tensor-parallel group.
+
+The norm of the whole model is that of the unsharded one: shards of all ranks add up, a replicated parameter
+counts once. Only rank 0 of the group contributes the replicated part, and the sum is formed in rank order, so
+that all ranks clip by the same bits even if their replicated gradients should differ. One all-reduce of one
+number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+import tpkernels as tpk
+from tpkernels.errors import ArgumentError
+from tpkernels.nn.sharding import GroupLike, Shard, placement_of
+from tpkernels.ops._groups import group_name_of, resolve
+
+__all__ = ["clip_grad_norm_", "grad_norm"]
+
+
+def _local_norm(gradients: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    """Norm of all elements together, as float64; each tensor's own in float32 at least."""
+    norms: list[Tensor] = []
+    for g in gradients:
+        if g.numel() > 0:  # the infinity norm of nothing has no value in torch
+            wide = torch.promote_types(g.dtype, torch.float32)
+            norm: Tensor = torch.linalg.vector_norm(g, norm_type, dtype=wide)
+            # float64 from here on: powers of a large norm must not overflow, and these are single numbers.
+            norms.append(norm.to(device=device, dtype=torch.float64))
+    if not norms:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    return total
+
+
+@torch.no_grad()
+def grad_norm(
+    parameters: Iterable[Tensor] | Tensor, group: GroupLike = None, *, norm_type: float = 2.0
+) -> Tensor:
+    """Norm of the gradients of the whole model, a scalar with the same bits on every rank of the group.
+
+    Args:
+        parameters: as for ``torch.nn.utils.clip_grad_norm_``; those with a ``Shard`` add up over the group,
+            others count once. Parameters without a gradient are left out. All ranks must pass the same
+            parameters.
+        group: the tensor-parallel group.
+        norm_type: 1 or more, or ``math.inf``.
+    """
+    if norm_type < 1:
+        raise ArgumentError(f"norm_type: it must be 1 or more, or infinity, but it is {norm_type}.")
+    listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    info = resolve(group_name_of(group))
+    with_grad = [p for p in listed if p.grad is not None]
+    device = with_grad[0].grad.device if with_grad and with_grad[0].grad is not None else torch.device("cpu")
+    if not with_grad and listed:
+        device = listed[0].device
+    sharded: list[Tensor] = []
+    replicated: list[Tensor] = []
+    for p in with_grad:
+        assert p.grad is not None
+        (sharded if isinstance(placement_of(p), Shard) else replicated).append(p.grad)
+    shards = _local_norm(sharded, norm_type, device)
+    whole = _local_norm(replicated, norm_type, device)
+    if math.isinf(norm_type):
+        local = torch.maximum(shards, whole) if info.rank == 0 else shards
+        return tpk.regions.all_reduce(local, info.name, op="max")
+    local = shards**norm_type
+    if info.rank == 0:
+        local = local + whole**norm_type
+    return tpk.regions.all_reduce(local, info.name) ** (1.0 / norm_type)
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Iterable[Tensor] | Tensor,
+    max_norm: float,
+    group: GroupLike = None,
+    *,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Scales the gradients in place so that their norm is at most ``max_norm``; returns the norm before.
+
+    As ``torch.nn.utils.clip_grad_norm_`` on the unsharded model, see ``grad_norm`` for the arguments. The
+    factor is min(1, max_norm / (norm + 1e-6)). No synchronisation with a GPU unless ``error_if_nonfinite``.
+
+    Raises:
+        ArgumentError: a norm_type below 1, or, if asked for, a norm that is not finite.
+    """
+    listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    norm = grad_norm(listed, group, norm_type=norm_type)
+    if error_if_nonfinite and not bool(torch.isfinite(norm)):
+        raise ArgumentError(
+            f"parameters: the norm of their gradients must be finite, but it is {norm.item()}; "
+            "pass error_if_nonfinite=False to scale anyway."
+        )
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for p in listed:
+        if p.grad is not None:
+            p.grad.mul_(factor.to(p.grad.device))  # a scalar tensor does not widen the gradient
+    return norm

@@ -1,0 +1,342 @@
+"""Linear layers whose weight is cut over a process group.
+
+Contract: ``weight`` and ``bias`` are stored as in ``nn.Linear``, [out, in] and [out]:
+``ColumnParallelLinear`` has rows of both, ``RowParallelLinear`` columns of the weight and the whole bias.
+Features need not divide by the world (``tpk.shard_sizes``: the last ranks get fewer, perhaps none).
+Communication is inside the operations:
+
+    layer    sequence_parallel  forward                    backward
+    column   no                 matmul_replicated          all-reduce of dX
+    column   yes                all_gather_matmul          reduce-scatter of dX
+    row      no                 matmul_all_reduce          none
+    row      yes                matmul_reduce_scatter      all-gather of dY
+
+The bias of a row-parallel layer is added once, after the sum, and its gradient is complete and equal on every
+rank. Nothing has to be reduced after ``backward()``. ``residual`` is added in the same epilogue, before the
+one rounding. Where a weight does not require gradients its product is left out.
+
+``column_parallel`` runs several column-parallel layers on one input with one gather. The layers stay separate
+modules, so a checkpoint has the names and shapes of the plain model; a packed [gate; up] weight would have to
+be cut in two interleaved parts (users of other libraries got that silently wrong).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+import tpkernels as tpk
+from tpkernels.errors import ArgumentError
+from tpkernels.nn.sharding import GroupLike, ParallelModule
+from tpkernels.nn.weights import init_parameter_
+from tpkernels.ops._checks import check_activation
+
+__all__ = ["ColumnParallelLinear", "ColumnParallelLinears", "RowParallelLinear", "column_parallel"]
+
+
+class _ParallelLinear(ParallelModule):
+    """What both layers share; ``weight`` and ``bias`` are registered by them."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        group: GroupLike,
+        sequence_parallel: bool,
+        sequence_dim: int,
+        seed: int,
+        init_std: float | None,
+        name: str,
+        path: str,
+    ) -> None:
+        super().__init__(group, path)
+        for argument, value in (("in_features", in_features), ("out_features", out_features)):
+            if value < 1:
+                raise ArgumentError(f"{argument}: a linear layer needs at least 1, but it is {value}.")
+        if sequence_dim < 0:
+            raise ArgumentError(
+                f"sequence_dim: it counts from the front and must be 0 or more, but it is {sequence_dim}; "
+                "take 0 for [sequence, batch, features] and 1 for [batch, sequence, features]."
+            )
+        self.in_features = in_features
+        self.out_features = out_features
+        self.sequence_parallel = sequence_parallel
+        self.sequence_dim = sequence_dim
+        self.seed = seed
+        self.init_std = init_std
+        self.name = name
+
+    def reset_parameters(self) -> None:
+        """Draws the weight again from (seed, name), zeroes the bias; see ``tpkernels.nn.weights``."""
+        for kind, parameter in self._parameters.items():
+            if parameter is not None:
+                full_name = f"{self.name}.{kind}" if self.name else kind
+                init_parameter_(parameter, seed=self.seed, name=full_name, std=self.init_std)
+
+    def _check_shard_sizes(self, shard_sizes: Sequence[int] | None) -> None:
+        if shard_sizes is not None and not self.sequence_parallel:
+            raise ArgumentError(
+                f"shard_sizes: {type(self).__name__} was made without sequence_parallel, so its tensors are not "
+                f"cut along the sequence; leave shard_sizes out (it is {list(shard_sizes)})."
+            )
+
+    def extra_repr(self) -> str:
+        local = list(self.weight.shape)
+        text = f"in_features={self.in_features}, out_features={self.out_features}, local weight={local}"
+        text += f", bias={self.bias is not None}, sequence_parallel={self.sequence_parallel}"
+        if self.sequence_parallel:
+            text += f", sequence_dim={self.sequence_dim}"
+        return f"{text}, {self._group_repr()}"
+
+
+class ColumnParallelLinear(_ParallelLinear):
+    """y = activation(x W^T + b), the output features cut over the group.
+
+    Args:
+        in_features, out_features: of the whole layer.
+        group: ``ProcessGroup``, one-dimensional ``DeviceMesh``, group name, or None for the default group.
+        bias: whether there is one; cut as the output features are.
+        sequence_parallel: x is this rank's part of the sequence and is gathered; otherwise x is equal on
+            every rank.
+        sequence_dim: the dimension that is cut under sequence_parallel: 0 for [S, B, H], 1 for [B, S, H].
+        gather_output: return all output features on every rank. What consumes them must then do the same on
+            every rank: the gradient of the gathered output is taken as complete, not summed.
+        activation: None or "none", "relu", "silu", "gelu" (erf), "gelu_tanh".
+        seed, init_std, name: starting values, see ``tpkernels.nn.weights``.
+        dtype, device: of the parameters; ``device="meta"`` leaves them unfilled.
+        path: path of the operation.
+    Shape:
+        x: [..., in_features] -> [..., out_sizes[rank]], or [..., out_features] with gather_output. Under
+            sequence_parallel dimension ``sequence_dim`` grows from this rank's part to the whole sequence.
+    Raises:
+        ArgumentError: a size, activation or shape that does not fit. GroupError: no such group.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        group: GroupLike = None,
+        bias: bool = True,
+        sequence_parallel: bool = False,
+        sequence_dim: int = 0,
+        gather_output: bool = False,
+        activation: str | None = None,
+        seed: int = 0,
+        init_std: float | None = None,
+        name: str = "",
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        path: str = "auto",
+    ) -> None:
+        super().__init__(
+            in_features, out_features, group, sequence_parallel, sequence_dim, seed, init_std, name, path
+        )
+        check_activation(activation or "none")
+        self.gather_output = gather_output
+        self.activation = activation
+        placement = self._even(out_features, 0)
+        self.out_sizes = placement.sizes
+        self._add_parameter("weight", (out_features, in_features), placement, dtype, device)
+        if bias:
+            self._add_parameter("bias", (out_features,), placement, dtype, device)
+        else:
+            self.register_parameter("bias", None)
+        self.reset_parameters()
+
+    def forward(self, x: Tensor, shard_sizes: Sequence[int] | None = None) -> Tensor:
+        """See the class; ``shard_sizes``: sequence rows of every rank where they are not equal."""
+        return column_parallel((self,), x, shard_sizes)[0]
+
+
+class RowParallelLinear(_ParallelLinear):
+    """y = sum over ranks of x_r W_r^T, + b + residual, the input features cut over the group.
+
+    Args:
+        input_is_parallel: x has this rank's input features, as a column-parallel layer makes them; otherwise
+            x has all of them, equal on every rank, and the layer takes its part.
+        sequence_parallel: return this rank's part of the sequence instead of the whole of it; needs
+            ``input_is_parallel``.
+        The others: as in ``ColumnParallelLinear``; the bias is [out_features], the same on every rank.
+    Shape:
+        x: [..., in_sizes[rank]] -> [..., out_features]; residual: the shape of the output.
+    Raises:
+        ArgumentError: a size or shape that does not fit. GroupError: no such group.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        group: GroupLike = None,
+        bias: bool = True,
+        input_is_parallel: bool = True,
+        sequence_parallel: bool = False,
+        sequence_dim: int = 0,
+        seed: int = 0,
+        init_std: float | None = None,
+        name: str = "",
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        path: str = "auto",
+    ) -> None:
+        super().__init__(
+            in_features, out_features, group, sequence_parallel, sequence_dim, seed, init_std, name, path
+        )
+        if sequence_parallel and not input_is_parallel:
+            raise ArgumentError(
+                "input_is_parallel: it must be True with sequence_parallel (the input of a row-parallel layer "
+                "then has the whole sequence and a part of the features), but it is False."
+            )
+        self.input_is_parallel = input_is_parallel
+        placement = self._even(in_features, 1)
+        self.in_sizes = placement.sizes
+        self._add_parameter("weight", (out_features, in_features), placement, dtype, device)
+        if bias:
+            self._add_parameter("bias", (out_features,), self._replicated(), dtype, device)
+        else:
+            self.register_parameter("bias", None)
+        self.reset_parameters()
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None = None, shard_sizes: Sequence[int] | None = None
+    ) -> Tensor:
+        """See the class; ``shard_sizes``: sequence rows that every rank gets, None: ``tpk.shard_sizes``."""
+        self._check_shard_sizes(shard_sizes)
+        if self.input_is_parallel:
+            held = self.in_sizes[self.rank]
+            self._check_last_dim(x, held, f"rank {self.rank}'s share of {self.in_features} features")
+        else:
+            self._check_last_dim(x, self.in_features, "all input features, since input_is_parallel is False")
+            x = tpk.regions.split(x, -1, self.group_name, shard_sizes=list(self.in_sizes))
+        weight = self.weight.t()
+        if not self.sequence_parallel:
+            return tpk.matmul_all_reduce(
+                x, weight, self.group_name, bias=self.bias, residual=residual, path=self.path
+            )
+        self._check_sequence_dim(x, self.sequence_dim)
+        return tpk.matmul_reduce_scatter(
+            x,
+            weight,
+            self.group_name,
+            scatter_dim=self.sequence_dim,
+            shard_sizes=None if shard_sizes is None else list(shard_sizes),
+            bias=self.bias,
+            residual=residual,
+            path=self.path,
+        )
+
+
+def column_parallel(
+    layers: Sequence[ColumnParallelLinear], x: Tensor, shard_sizes: Sequence[int] | None = None
+) -> list[Tensor]:
+    """Outputs of several column-parallel layers on one input: one gather forward, one reduction backward.
+
+    Args:
+        layers: made alike: same in_features, group, sequence_parallel, sequence_dim, activation and path.
+        x, shard_sizes: as in ``ColumnParallelLinear``.
+    Raises:
+        ArgumentError: the layers differ, or x does not fit them.
+    """
+    first = layers[0]
+    for layer in layers[1:]:
+        for what in ("in_features", "group_name", "sequence_parallel", "sequence_dim", "activation", "path"):
+            if getattr(layer, what) != getattr(first, what):
+                raise ArgumentError(
+                    f"layers: column-parallel layers that share one input must have one {what}, but it is "
+                    f"{getattr(first, what)!r} in one and {getattr(layer, what)!r} in another; call them one by one."
+                )
+    first._check_shard_sizes(shard_sizes)
+    first._check_last_dim(x, first.in_features, "in_features")
+    weights = [layer.weight.t() for layer in layers]
+    biases = [layer.bias for layer in layers]
+    if first.sequence_parallel:
+        first._check_sequence_dim(x, first.sequence_dim)
+        outputs = tpk.all_gather_matmul(
+            x,
+            weights,
+            first.group_name,
+            gather_dim=first.sequence_dim,
+            shard_sizes=None if shard_sizes is None else list(shard_sizes),
+            biases=biases,
+            activation=first.activation,
+            path=first.path,
+        )
+    else:
+        outputs = tpk.matmul_replicated(
+            x, weights, first.group_name, biases=biases, activation=first.activation, path=first.path
+        )
+    return [
+        # Every rank does the same with a gathered output, so its gradient is whole already: slice, do not sum.
+        tpk.regions.all_gather(
+            y, -1, layer.group_name, shard_sizes=list(layer.out_sizes), replicated_grad=True
+        )
+        if layer.gather_output
+        else y
+        for layer, y in zip(layers, outputs, strict=True)
+    ]
+
+
+class ColumnParallelLinears(nn.ModuleDict):
+    """Several column-parallel layers on one input, by name: ``ColumnParallelLinears(64, {"q": 64, "k": 16})``.
+
+    ``forward(x, shard_sizes=None)`` returns the outputs in the order of the names, with one gather for all.
+    Keyword arguments are those of ``ColumnParallelLinear``. Parameters are called "q.weight", "q.bias", ...
+    as in a plain ``nn.ModuleDict`` of ``nn.Linear``.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: dict[str, int],
+        *,
+        group: GroupLike = None,
+        bias: bool = True,
+        sequence_parallel: bool = False,
+        sequence_dim: int = 0,
+        gather_output: bool = False,
+        activation: str | None = None,
+        seed: int = 0,
+        init_std: float | None = None,
+        name: str = "",
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        path: str = "auto",
+    ) -> None:
+        if not out_features:
+            raise ArgumentError(
+                "out_features: at least one output must be named, but the dictionary is empty."
+            )
+        super().__init__(
+            {
+                key: ColumnParallelLinear(
+                    in_features,
+                    size,
+                    group=group,
+                    bias=bias,
+                    sequence_parallel=sequence_parallel,
+                    sequence_dim=sequence_dim,
+                    gather_output=gather_output,
+                    activation=activation,
+                    seed=seed,
+                    init_std=init_std,
+                    name=f"{name}.{key}" if name else key,
+                    dtype=dtype,
+                    device=device,
+                    path=path,
+                )
+                for key, size in out_features.items()
+            }
+        )
+
+    def forward(self, x: Tensor, shard_sizes: Sequence[int] | None = None) -> list[Tensor]:
+        """Outputs in the order of the names."""
+        layers = [layer for layer in self.values() if isinstance(layer, ColumnParallelLinear)]
+        return column_parallel(layers, x, shard_sizes)

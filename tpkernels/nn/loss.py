@@ -1,0 +1,139 @@
+"""Cross-entropy of logits whose vocabulary is cut over a process group, without ever gathering them.
+
+With m_r, s_r the maximum and the sum of exp(x - m_r) over rank r's vocabulary, and t the logit of the target:
+
+    loss = (m - t) + log(sum_r s_r exp(m_r - m)),    m = max_r m_r
+
+so every rank sends three numbers a token (m_r, s_r, and t or 0) in ONE all-gather, and all ranks compute the
+same bits. Megatron-LM and torch's loss_parallel take three all-reduces. Backward has no communication:
+softmax of the local logits, minus one at the target.
+
+Saved for backward are the logits as they came and the log-sum-exp; the softmax is computed again, which costs
+one exp an element and saves a float32 copy of the logits. Computation is in float32 (float64 for float64
+logits). Subtracting the maximum first keeps huge logits finite. A rank without vocabulary contributes m_r =
+-inf, s_r = 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+import tpkernels as tpk
+from tpkernels.errors import ArgumentError, DTypeError, ShapeError
+from tpkernels.nn._checks import check_indices
+from tpkernels.nn.sharding import GroupLike
+from tpkernels.ops._groups import group_name_of, resolve
+
+__all__ = ["vocab_parallel_cross_entropy"]
+
+
+@torch.compiler.assume_constant_result
+def _rank_and_world(group_name: str) -> tuple[int, int]:
+    """Constants of a compiled graph: a group does not change while it exists."""
+    info = resolve(group_name)
+    return info.rank, info.world
+
+
+def _local_terms(wide: Tensor, target: Tensor, mine: Tensor) -> Tensor:
+    """[3, *tokens]: this rank's maximum, its sum of exp(x - maximum), and the target's logit or 0."""
+    if wide.shape[-1] == 0:
+        zero = torch.zeros(target.shape, dtype=wide.dtype, device=wide.device)
+        return torch.stack((zero - float("inf"), zero, zero))
+    top = wide.amax(-1)
+    # A row of nothing but -inf has no finite maximum; its sum is then zero, not nan.
+    shift = torch.where(top == float("-inf"), 0.0, top)
+    total = (wide - shift.unsqueeze(-1)).exp_().sum(-1)
+    picked = torch.where(mine, wide.gather(-1, target.unsqueeze(-1)).squeeze(-1), 0.0)
+    return torch.stack((top, total, picked))
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, target: Tensor, mine: Tensor, valid: Tensor, group_name: str
+    ) -> Tensor:
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        terms = tpk.regions.all_gather(_local_terms(wide, target, mine).unsqueeze(0), 0, group_name)
+        tops, totals, picked = terms.unbind(1)  # each [world, *tokens]
+        top = tops.amax(0)
+        log_total = (totals * (tops - top).exp()).sum(0).log()
+        ctx.save_for_backward(logits, target, mine, valid, top, log_total)
+        return torch.where(valid, (top - picked.sum(0)) + log_total, 0.0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        logits, target, mine, valid, top, log_total = ctx.saved_tensors
+        if logits.shape[-1] == 0:
+            return torch.zeros_like(logits), None, None, None, None
+        d = logits.to(grad.dtype).sub(top.unsqueeze(-1)).sub_(log_total.unsqueeze(-1)).exp_()
+        d.scatter_add_(-1, target.unsqueeze(-1), -mine.to(d.dtype).unsqueeze(-1))
+        d.mul_(torch.where(valid, grad, 0.0).unsqueeze(-1))
+        return d.to(logits.dtype), None, None, None, None
+
+
+def vocab_parallel_cross_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    group: GroupLike,
+    vocab_sizes: int | Sequence[int],
+    *,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+) -> Tensor:
+    """``F.cross_entropy`` of logits of which every rank has a part of the vocabulary.
+
+    Args:
+        logits: [..., this rank's vocabulary], floating point: the output of a ``ColumnParallelLinear``, not
+            gathered.
+        targets: [...], int64 or int32 ids in the whole vocabulary, equal on every rank.
+        group: ``ProcessGroup``, one-dimensional ``DeviceMesh``, group name, or None for the default group.
+        vocab_sizes: size of the whole vocabulary, cut as ``tpk.shard_sizes`` does it, or the size on every
+            rank.
+        reduction: "mean" over the targets that are not ignored (nan if there are none, as in torch), or
+            "none".
+        ignore_index: targets of this value have no loss and no gradient.
+    Returns:
+        A float32 (float64) scalar, or [...] for "none"; the same bits on every rank. Natural logarithm. Its
+        gradient must be equal on every rank too.
+    Raises:
+        ArgumentError: shapes or vocabulary that do not fit, an id out of range (on the CPU; on a GPU under
+            ``TPK_CHECK=1``).
+        DTypeError: logits that are not floating point, or targets that are not integers.
+    """
+    group_name = group_name_of(group)
+    rank, world = _rank_and_world(group_name)
+    sizes = tpk.shard_sizes(vocab_sizes, world) if isinstance(vocab_sizes, int) else list(vocab_sizes)
+    if reduction not in ("mean", "none"):
+        raise ArgumentError(f'reduction: it must be "mean" or "none", but it is {reduction!r}.')
+    if not logits.dtype.is_floating_point:
+        raise DTypeError(f"logits: they must have a floating-point type, but it is {logits.dtype}.")
+    if len(sizes) != world:
+        raise ArgumentError(
+            f"vocab_sizes: the group has {world} ranks, but there are {len(sizes)} sizes: {sizes}."
+        )
+    if logits.dim() != targets.dim() + 1 or logits.shape[:-1] != targets.shape:
+        raise ShapeError(
+            f"targets: they must have the shape of logits without its last dimension, {list(logits.shape[:-1])}, "
+            f"but it is {list(targets.shape)}."
+        )
+    held = sizes[rank]
+    if logits.shape[-1] != held:
+        raise ShapeError(
+            f"logits: rank {rank} has {held} of the {sum(sizes)} vocabulary entries, but the last dimension of "
+            f"logits is {logits.shape[-1]}; pass the output of the column-parallel head without gathering it."
+        )
+    check_indices(targets, sum(sizes), "targets", ignore_index)
+    targets = targets.to(torch.int64)
+    valid = targets != ignore_index
+    local = targets - sum(sizes[:rank])
+    mine = valid & (local >= 0) & (local < held)
+    loss: Tensor = _CrossEntropy.apply(logits, torch.where(mine, local, 0), mine, valid, group_name)
+    if reduction == "none":
+        return loss
+    return loss.sum() / valid.sum()

@@ -1,0 +1,72 @@
+"""RMS normalisation whose weight is whole on every rank.
+
+Contract: the gradient of ``weight`` after ``backward()`` is the complete one, equal on every rank. Under
+sequence parallelism every rank normalises its own tokens, so its part of that gradient has to be summed over
+the group; ``copy_to_group`` does it in backward. Forgetting it is the classic error of tensor-parallel
+training: weights drift apart slowly and nothing fails (it is left to the trainer elsewhere, by an attribute
+on the parameter).
+
+Without sequence parallelism every rank normalises all tokens and already has the whole gradient; summing
+would multiply it by the world. A norm over heads that are cut over the ranks (q and k norms) sees parts,
+hence wants ``sequence_parallel=True``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import tpkernels as tpk
+from tpkernels.nn.sharding import GroupLike, ParallelModule
+from tpkernels.nn.weights import init_parameter_
+
+__all__ = ["RMSNorm"]
+
+
+class RMSNorm(ParallelModule):
+    """y = x / sqrt(mean(x^2) + eps) * weight over the last dimension, in float32 inside at least.
+
+    Args:
+        features: size of the last dimension, which is not cut.
+        eps: added to the mean square.
+        sequence_parallel: every rank normalises a different part of the tokens (or of the heads).
+        group, dtype, device: as in ``ColumnParallelLinear``.
+    Shape:
+        x: [..., features], any floating-point type; y the same.
+    """
+
+    weight: torch.nn.Parameter
+
+    def __init__(
+        self,
+        features: int,
+        *,
+        group: GroupLike = None,
+        eps: float = 1e-5,
+        sequence_parallel: bool = False,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(group)
+        self.features = features
+        self.eps = eps
+        self.sequence_parallel = sequence_parallel
+        self._add_parameter("weight", (features,), self._replicated(), dtype, device)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Sets the weight to one."""
+        init_parameter_(self.weight, seed=0, name="weight")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., features] -> [..., features]."""
+        self._check_last_dim(x, self.features, "features")
+        weight: Tensor = self.weight
+        if self.sequence_parallel:
+            weight = tpk.regions.copy_to_group(weight, self.group_name)
+        return F.rms_norm(x, (self.features,), weight, self.eps)
+
+    def extra_repr(self) -> str:
+        text = f"features={self.features}, eps={self.eps}, sequence_parallel={self.sequence_parallel}"
+        return f"{text}, {self._group_repr()}"
