@@ -9,6 +9,7 @@ Semantics shared by all of them:
   gets its shard's gradient.
 - Shards may be unequal: ``shard_sizes`` gives the rows of every rank, 0 allowed, the same list on every rank.
 - Under ``torch.autocast`` operands, biases and residuals are cast to its dtype, as in ``F.linear``.
+- Arrays of other libraries are taken through DLPack, without a copy; results are torch tensors.
 - ``path`` forces an implementation (see :mod:`tpkernels.ops._paths`); ``"auto"`` may be overridden by the
   environment variable ``TPK_PATH``. ``tpkernels.last_path()`` tells what ran.
 
@@ -22,6 +23,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.utils.dlpack
 from torch import Tensor
 
 from tpkernels.errors import ArgumentError, DTypeError
@@ -59,15 +61,15 @@ def matmul(
     Returns:
         [..., M, N].
     """
-    _check_tensors(a=a, b=b)
+    a, b = _tensor("a", a), _tensor("b", b)
+    bias = None if bias is None else _tensor("bias", bias)
     if accumulate_into is not None:
         if bias is not None or activation is not None or out_dtype is not None:
             raise ArgumentError(
                 "accumulate_into: it cannot be combined with bias, activation or out_dtype, which would be applied "
                 "to a part of the sum; apply them to the result."
             )
-        _check_tensors(accumulate_into=accumulate_into)
-        _ops.matmul_accumulate(a.detach(), b.detach(), accumulate_into, path)
+        _ops.matmul_accumulate(a.detach(), b.detach(), _tensor("accumulate_into", accumulate_into), path)
         return accumulate_into
     name = activation or "none"
     a, b, bias = _autocast(a, b, bias)
@@ -112,7 +114,7 @@ def all_gather_matmul(
         [..., N] with the gathered rows; a list if ``b`` is a list; ``(that, gathered)`` if ``return_gathered``.
     """
     bs, bias_list, bias_of = _lists(b, biases)
-    _check_tensors(a_shard=a_shard)
+    a_shard = _tensor("a_shard", a_shard)
     name = activation or "none"
     a_shard, *cast = _autocast(a_shard, *bs, *bias_list)
     bs, bias_list = cast[: len(bs)], cast[len(bs) :]
@@ -133,7 +135,7 @@ def all_gather_matmul(
         save,
         path,
     )
-    result: Any = out[: len(bs)] if not isinstance(b, Tensor) else out[0]
+    result: Any = out[: len(bs)] if _is_list(b) else out[0]
     return (result, out[-1]) if return_gathered else result
 
 
@@ -156,7 +158,7 @@ def matmul_replicated(
     Arguments and result as in :func:`all_gather_matmul`, without the gather.
     """
     bs, bias_list, bias_of = _lists(b, biases)
-    _check_tensors(a=a)
+    a = _tensor("a", a)
     name = activation or "none"
     a, *cast = _autocast(a, *bs, *bias_list)
     bs, bias_list = cast[: len(bs)], cast[len(bs) :]
@@ -164,7 +166,7 @@ def matmul_replicated(
     out: list[Tensor] = _ops.matmul_replicated(
         a, bs, bias_list, bias_of, name, group_name_of(group), out_dtype, keep, path
     )
-    return out[: len(bs)] if not isinstance(b, Tensor) else out[0]
+    return out[: len(bs)] if _is_list(b) else out[0]
 
 
 def matmul_reduce_scatter(
@@ -232,17 +234,13 @@ def _lists(
     b: Tensor | Sequence[Tensor], biases: Tensor | Sequence[Tensor | None] | None
 ) -> tuple[list[Tensor], list[Tensor], list[int]]:
     """Weights, the biases that there are, and which weight each of those belongs to."""
-    bs = [b] if isinstance(b, Tensor) else list(b)
-    given = [biases] if biases is None or isinstance(biases, Tensor) else list(biases)
+    bs = [_tensor(f"b[{i}]", w) for i, w in enumerate(b)] if _is_list(b) else [_tensor("b", b)]
+    given = list(biases) if biases is not None and _is_list(biases) else [biases]
     if biases is not None and len(given) != len(bs):
         raise ArgumentError(
             f"biases: expected one bias (or None) per weight, {len(bs)} in all, got {len(given)}."
         )
-    for i, w in enumerate(bs):
-        _check_tensors(**{f"b[{i}]": w})
-    present = [(i, bias) for i, bias in enumerate(given) if bias is not None]
-    for i, bias in present:
-        _check_tensors(**{f"biases[{i}]": bias})
+    present = [(i, _tensor(f"biases[{i}]", bias)) for i, bias in enumerate(given) if bias is not None]
     return bs, [bias for _, bias in present], [i for i, _ in present]
 
 
@@ -252,13 +250,16 @@ def _pairs(
     bias: Tensor | None,
     residual: Tensor | None,
 ) -> tuple[list[Tensor], list[Tensor], Tensor | None, Tensor | None]:
-    as_ = [a] if isinstance(a, Tensor) else list(a)
-    bs = [b] if isinstance(b, Tensor) else list(b)
-    for name, tensors in (("a", as_), ("b", bs)):
-        for i, tensor in enumerate(tensors):
-            _check_tensors(**{f"{name}[{i}]" if len(tensors) > 1 else name: tensor})
+    as_ = [_tensor(f"a[{i}]", x) for i, x in enumerate(a)] if _is_list(a) else [_tensor("a", a)]
+    bs = [_tensor(f"b[{i}]", w) for i, w in enumerate(b)] if _is_list(b) else [_tensor("b", b)]
+    bias = None if bias is None else _tensor("bias", bias)
+    residual = None if residual is None else _tensor("residual", residual)
     bias, residual, *cast = _autocast(bias, residual, *as_, *bs)
     return cast[: len(as_)], cast[len(as_) :], bias, residual
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, (list, tuple))
 
 
 def _autocast(*tensors: Any) -> list[Any]:
@@ -272,11 +273,17 @@ def _autocast(*tensors: Any) -> list[Any]:
     return [t.to(dtype) if t is not None and t.dtype in narrowed else t for t in tensors]
 
 
-def _check_tensors(**named: object) -> None:
-    for name, value in named.items():
-        if not isinstance(value, Tensor):
-            raise DTypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}.")
-        if value.layout != torch.strided:
-            raise ArgumentError(
-                f"{name}: expected a dense (strided) tensor, got layout {value.layout}; call .to_dense()."
+def _tensor(name: str, value: Any) -> Tensor:
+    """A dense torch tensor: itself, or a view of any array that speaks DLPack (CuPy, NumPy, JAX)."""
+    if not isinstance(value, Tensor):
+        if not hasattr(value, "__dlpack__"):
+            raise DTypeError(
+                f"{name}: expected a torch.Tensor or an array with DLPack support, got {type(value).__name__}."
             )
+        value = torch.utils.dlpack.from_dlpack(value)
+    tensor: Tensor = value
+    if tensor.layout != torch.strided:
+        raise ArgumentError(
+            f"{name}: expected a dense (strided) tensor, got layout {tensor.layout}; call .to_dense()."
+        )
+    return tensor
