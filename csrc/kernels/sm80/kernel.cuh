@@ -16,9 +16,14 @@
 
 namespace tpk::sm80 {
 
+// CTAs per multiprocessor that the registers must allow. The strided loader needs more of them for its
+// addresses.
+template <class Tile, OperandLayout kLayout>
+constexpr int kMinCtas = kLayout == OperandLayout::kStrided ? Tile::kMinCtas * 3 / 4 : Tile::kMinCtas;
+
 template <class Tile, Element kElement, OperandLayout kLayoutA, OperandLayout kLayoutB>
-__global__ __launch_bounds__(Tile::kThreads,
-                             Tile::kMinCtas) void streamk_gemm_kernel(const __grid_constant__ GemmParams p) {
+__global__ void __launch_bounds__(Tile::kThreads, kMinCtas<Tile, kLayoutA>)
+    streamk_gemm_kernel(const __grid_constant__ GemmParams p) {
   unsigned char* const shared = dynamic_shared();
   __shared__ WorkerState state;
 
