@@ -22,6 +22,8 @@ from streamk_cases import (
     randn,
 )
 
+from tpkernels.testing import canary_view
+
 pytestmark = pytest.mark.gpu1
 
 

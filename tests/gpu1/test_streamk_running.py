@@ -9,6 +9,8 @@ import pytest
 import torch
 from streamk_cases import gemm, randn
 
+from tpkernels.testing import assert_close_tiles
+
 pytestmark = pytest.mark.gpu1
 
 
