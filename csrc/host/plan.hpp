@@ -50,8 +50,8 @@ inline Plan make_plan(const Problem& p, const TileShape& t, ScheduleKind kind, c
   Plan plan;
   plan.tile = t;
   plan.kind = kind;
-  plan.schedule = make_schedule(kind, num_tiles(p, t), iters_per_tile(p, t), o);
   plan.order = make_tile_order(p, t);
+  plan.schedule = make_schedule(kind, plan.order.size(), iters_per_tile(p, t), o);
   // What K allows, which may be less than asked for.
   const bool is_split = kind == ScheduleKind::kSplitK && plan.schedule.num_slots > 0;
   plan.splits = is_split ? plan.schedule.workers / plan.order.size() : 1;

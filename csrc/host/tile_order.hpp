@@ -16,6 +16,9 @@
 // together. All batches of a band come before the next band. host/shards.hpp fills the bands.
 #pragma once
 
+#include <stdexcept>
+#include <string>
+
 #include "host/problem.hpp"
 
 namespace tpk {
@@ -60,12 +63,20 @@ struct TileOrder {
   }
 };
 
+// Throws std::invalid_argument if there are more tiles than positions.
 inline TileOrder make_tile_order(const Problem& p, const TileShape& t, int64_t group_m = 8) {
   TileOrder order;
   order.tiles_m = tiles_m(p, t);
   order.tiles_n = tiles_n(p, t);
   order.batch = p.batch;
   order.group_m = group_m;
+  constexpr int64_t kMost = int64_t{1} << 61;
+  const int64_t row_tiles = max64(1, order.tiles_n);
+  if (order.tiles_m > kMost / row_tiles || order.tiles_m * row_tiles > kMost / max64(1, p.batch)) {
+    throw std::invalid_argument("batch * tiles of M * tiles of N must stay below 2^61, but it is " +
+                                std::to_string(p.batch) + " * " + std::to_string(order.tiles_m) + " * " +
+                                std::to_string(order.tiles_n) + ": use larger tiles.");
+  }
   return order;
 }
 

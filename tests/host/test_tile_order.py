@@ -45,7 +45,7 @@ def test_order_is_a_permutation(m: int, n: int, batch: int, bm: int, bn: int, gr
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.integers(1, 1 << 36), st.integers(1, 1 << 30), st.integers(1, 1 << 10), st.data())
+@given(st.integers(1, 1 << 36), st.integers(1, 1 << 24), st.integers(1, 1 << 8), st.data())
 def test_order_beyond_32_bits(m: int, n: int, batch: int, data: st.DataObject) -> None:
     order = _host.make_tile_order(m, n, batch, _host.TileShape(16, 16, 32))
     assert len(order) == batch * -(-m // 16) * -(-n // 16)
@@ -157,5 +157,7 @@ def test_wrong_arguments_are_sentences() -> None:
         _host.make_arrival_order([1, 3], 2, 16, 1, tile)
     with pytest.raises(ValueError, match="bm, bn and bk must be at least 1"):
         _host.TileShape(16, 0, 32)
+    with pytest.raises(ValueError, match="must stay below 2\\^61"):
+        _host.make_tile_order(1 << 40, 1 << 40, 1, tile)
     with pytest.raises(IndexError, match="position must lie in"):
         _host.make_tile_order(1, 1, 1, tile).at(1)
