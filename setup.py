@@ -18,6 +18,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -267,8 +268,10 @@ def build_command(pieces: list[Piece], facts: Mapping[str, str], cpp_extension: 
 
     class BuildExt(cpp_extension.BuildExtension):
         def build_extension(self, ext: Any) -> None:
-            # One build.ninja a folder: shared by all, each would forget the dependencies of the others.
-            kept, self.build_temp = self.build_temp, os.path.join(self.build_temp, ext.name.split(".")[-1])
+            # One build.ninja a folder: shared by all, each would forget the dependencies of the others. The same
+            # folder for every command: `pip install -e .` would compile everything again in a temporary one.
+            objects = f"build/temp.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
+            kept, self.build_temp = self.build_temp, str(ROOT / objects / ext.name.split(".")[-1])
             os.makedirs(self.build_temp, exist_ok=True)
             try:
                 super().build_extension(ext)
@@ -289,8 +292,7 @@ def build_command(pieces: list[Piece], facts: Mapping[str, str], cpp_extension: 
 
 
 def plan_build() -> dict[str, Any]:
-    """Looks at the machine, decides, and returns the keywords of setup()."""
-    # Tools of a virtual environment that is not activated.
+    """Looks at the machine (and into a venv that is not activated), decides, returns the keywords of setup()."""
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     try:
         import torch
