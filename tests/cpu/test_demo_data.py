@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from tpkernels.demo import __main__ as entry
 from tpkernels.demo import cli, data, dense, launch, output, plot, verify
 from tpkernels.demo import config as settings
 from tpkernels.demo.errors import DemoError, DisagreementError
@@ -161,6 +162,14 @@ def test_output_folder_that_cannot_be(tmp_path: Path) -> None:
         cli.check_output(tmp_path / "file" / "out")
 
 
+def test_main_prints_one_sentence_and_returns_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert entry.main(["--device", "cpu", "--tp", "3"]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: --size small has 4 attention heads")
+    assert captured.err.count("\n") == 1
+
+
 def test_every_size_fits_some_rank_count_and_every_dtype_has_a_tolerance() -> None:
     for name, size in settings.SIZES.items():
         assert size.width % size.heads == 0
@@ -234,6 +243,21 @@ def test_optimizer_follows_torch_on_master_weights(dtype: str) -> None:
         assert ours.step(1e-2) > 0
         assert model.weight.grad is None
         torch.testing.assert_close(model.weight, twin.weight.to(model.weight.dtype))
+
+
+def test_optimizer_state_makes_two_runs_one() -> None:
+    torch.manual_seed(0)
+    models = [nn.Linear(4, 4).bfloat16() for _ in range(2)]
+    optimizers = [
+        Optimizer(m, weight_decay=0.1, max_norm=1.0, global_norm=lambda m=m: dense_norm(m)) for m in models
+    ]
+    for round_ in range(2):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            model(torch.ones(2, 4, dtype=torch.bfloat16)).square().mean().backward()
+            optimizer.step(1e-2)
+        assert torch.equal(models[0].weight, models[1].weight) == (round_ == 1)
+        optimizers[1].load_state(optimizers[0].state())
+        assert torch.equal(models[0].weight, models[1].weight)
 
 
 def test_float16_overflow_skips_the_step_and_halves_the_scale() -> None:
