@@ -240,6 +240,8 @@ def extensions(pieces: list[Piece], cpp_extension: Any, defines: list[str]) -> l
     stable = f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}"
     nvcc = ["-std=c++20", "-O3", "-lineinfo", "--compress-mode=size", "-DUSE_CUDA", stable, *defines]
     nvcc += ["-Xptxas=-v", *gencode_flags(os.environ.get("TPK_CUDA_ARCHS", ""))]
+    # A standard library that the compiler links statically (some wrappers do) must stay private to its extension.
+    private = ["-Wl,--exclude-libs,ALL"] if sys.platform == "linux" else []
     # torch is imported first and has mapped these libraries; the paths serve tools that open the file alone.
     rpath = ["-Wl,-rpath,$ORIGIN/../torch/lib", "-Wl,-rpath,$ORIGIN/../nvidia/cu13/lib"]
     made = []
@@ -249,17 +251,25 @@ def extensions(pieces: list[Piece], cpp_extension: Any, defines: list[str]) -> l
         if name == "_C":
             common["extra_compile_args"] = {"cxx": [*cxx, stable]}
             made.append(
-                cpp_extension.CppExtension(full, sources, extra_link_args=["-pthread", rpath[0]], **common)
+                cpp_extension.CppExtension(
+                    full, sources, extra_link_args=["-pthread", rpath[0], *private], **common
+                )
             )
         elif name == "_C_sm80":
             common["extra_compile_args"] = {"cxx": [*cxx, stable, "-DUSE_CUDA"], "nvcc": nvcc}
-            made.append(cpp_extension.CUDAExtension(full, sources, extra_link_args=rpath, **common))
+            made.append(
+                cpp_extension.CUDAExtension(full, sources, extra_link_args=[*rpath, *private], **common)
+            )
         else:
             import pybind11
             from setuptools import Extension
 
             common["include_dirs"].append(pybind11.get_include())
-            made.append(Extension(full, sources, language="c++", extra_compile_args=cxx, **common))
+            made.append(
+                Extension(
+                    full, sources, language="c++", extra_compile_args=cxx, extra_link_args=private, **common
+                )
+            )
     return made
 
 

@@ -1,7 +1,6 @@
 // torch.ops.tpkernels.build_info: how this library was built, as JSON.
 #include <torch/csrc/stable/library.h>
 
-#include <sstream>
 #include <string>
 
 #include "kernels/cpu/multiply.hpp"
@@ -27,12 +26,11 @@ std::string target_torch() {
 }
 
 std::string build_info() {
-  std::ostringstream json;
-  json << "{\"version\": \"" << TPK_VERSION << "\", \"target_torch\": \"" << target_torch()
-       << "\", \"build_torch\": \"" << TPK_BUILD_TORCH << "\", \"compiler\": \"" << __VERSION__
-       << "\", \"cxx_standard\": " << __cplusplus << ", \"cpu\": \"" << tpk::cpu::instruction_set()
-       << "\", \"extensions\": [\"_C\"]}";
-  return json.str();
+  using namespace std::string_literals;
+  return "{\"version\": \""s + TPK_VERSION + "\", \"target_torch\": \"" + target_torch() +
+         "\", \"build_torch\": \"" + TPK_BUILD_TORCH + "\", \"compiler\": \"" + __VERSION__ +
+         "\", \"cxx_standard\": " + std::to_string(__cplusplus) + ", \"cpu\": \"" +
+         tpk::cpu::instruction_set() + "\", \"extensions\": [\"_C\"]}";
 }
 
 }  // namespace

@@ -9,6 +9,7 @@
 #include <string>
 
 #include "kernels/cpu/gemm.hpp"
+#include "ops/sentence.hpp"
 
 namespace tpk::ops {
 
@@ -17,8 +18,8 @@ inline int64_t cpu_threads() {
   if (const char* text = std::getenv("TPK_NUM_THREADS"); text != nullptr && *text != '\0') {
     char* end = nullptr;
     const long threads = std::strtol(text, &end, 10);
-    STD_TORCH_CHECK(*end == '\0' && threads >= 1 && threads <= 4096,
-                    "TPK_NUM_THREADS must be a number from 1 to 4096, but it is '", text, "'.");
+    TPK_REQUIRE(*end == '\0' && threads >= 1 && threads <= 4096,
+                "TPK_NUM_THREADS must be a number from 1 to 4096, but it is '", text, "'.");
     return threads;
   }
   return torch::stable::get_num_threads();
@@ -27,14 +28,14 @@ inline int64_t cpu_threads() {
 // The plan of a product on the CPU; schedule is a name or "auto", workers = 0 means one per thread.
 inline Plan cpu_plan(const char* op, const Problem& p, const std::string& schedule, int64_t workers,
                      int64_t splits) {
-  STD_TORCH_CHECK(workers >= 0, op, ": workers must not be negative (0: one per thread), but it is ", workers,
-                  ".");
+  TPK_REQUIRE(workers >= 0, op, ": workers must not be negative (0: one per thread), but it is ", workers,
+              ".");
   try {
     if (schedule == "auto") return cpu::plan_gemm(p, nullptr, workers, splits, cpu_threads());
     const ScheduleKind kind = parse_schedule_kind(schedule);
     return cpu::plan_gemm(p, &kind, workers, splits, cpu_threads());
   } catch (const std::invalid_argument& error) {
-    STD_TORCH_CHECK(false, op, ": ", error.what());
+    TPK_REQUIRE(false, op, ": ", error.what());
     throw;
   }
 }

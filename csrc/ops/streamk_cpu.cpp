@@ -7,11 +7,11 @@
 #include <cstdlib>
 #include <initializer_list>
 #include <optional>
-#include <sstream>
 #include <string>
 
 #include "kernels/cpu/gemm.hpp"
 #include "ops/cpu_threads.hpp"
+#include "ops/sentence.hpp"
 
 namespace {
 
@@ -20,38 +20,22 @@ using torch::stable::Tensor;
 using tpk::cpu::Activation;
 using tpk::cpu::DType;
 using tpk::cpu::MatrixView;
-
-std::string shape_text(const Tensor& t) {
-  std::ostringstream text;
-  text << "[";
-  for (int64_t i = 0; i < t.dim(); ++i) text << (i > 0 ? ", " : "") << t.size(i);
-  text << "]";
-  return text.str();
-}
+using tpk::ops::shape_text;
 
 void check_shape(const char* name, const Tensor& t, std::initializer_list<int64_t> expected,
                  const char* meaning) {
-  bool same = t.dim() == static_cast<int64_t>(expected.size());
-  std::ostringstream want;
-  int64_t i = 0;
-  for (const int64_t n : expected) {
-    want << (i > 0 ? ", " : "") << n;
-    same = same && t.size(i) == n;
-    ++i;
-  }
-  STD_TORCH_CHECK(same, "streamk_gemm: ", name, " must have shape ", meaning, " = [", want.str(),
-                  "], but it has shape ", shape_text(t), ".");
+  tpk::ops::check_shape("streamk_gemm", name, t, expected, meaning);
 }
 
 DType dtype_of(const char* name, const Tensor& t) {
-  STD_TORCH_CHECK(t.is_cpu(), "streamk_gemm: ", name,
-                  " must be a CPU tensor like a, but it is on another device.");
+  TPK_REQUIRE(t.is_cpu(), "streamk_gemm: ", name,
+              " must be a CPU tensor like a, but it is on another device.");
   const ScalarType type = t.scalar_type();
   if (type == ScalarType::Double) return DType::kFloat64;
   if (type == ScalarType::Float) return DType::kFloat32;
   if (type == ScalarType::BFloat16) return DType::kBFloat16;
-  STD_TORCH_CHECK(type == ScalarType::Half, "streamk_gemm: ", name,
-                  " must be float64, float32, bfloat16 or float16, but it is ", type, ": convert it.");
+  TPK_REQUIRE(type == ScalarType::Half, "streamk_gemm: ", name,
+              " must be float64, float32, bfloat16 or float16, but it is ", type, ": convert it.");
   return DType::kFloat16;
 }
 
@@ -65,9 +49,9 @@ MatrixView view(const char* name, const Tensor& t) {
 
 MatrixView output_view(const char* name, const Tensor& t) {
   for (int64_t i = 0; i < t.dim(); ++i) {
-    STD_TORCH_CHECK(t.size(i) <= 1 || t.stride(i) != 0, "streamk_gemm: ", name,
-                    " must have memory for every element, but its stride along dimension ", i,
-                    " is 0: pass a tensor that was not expanded.");
+    TPK_REQUIRE(t.size(i) <= 1 || t.stride(i) != 0, "streamk_gemm: ", name,
+                " must have memory for every element, but its stride along dimension ", i,
+                " is 0: pass a tensor that was not expanded.");
   }
   return view(name, t);
 }
@@ -77,9 +61,9 @@ Activation parse_activation(const std::string& name) {
   if (name == "relu") return Activation::kRelu;
   if (name == "silu") return Activation::kSilu;
   if (name == "gelu") return Activation::kGelu;
-  STD_TORCH_CHECK(name == "gelu_tanh",
-                  "streamk_gemm: activation must be one of none, relu, silu, gelu or gelu_tanh, but it is '",
-                  name, "'.");
+  TPK_REQUIRE(name == "gelu_tanh",
+              "streamk_gemm: activation must be one of none, relu, silu, gelu or gelu_tanh, but it is '",
+              name, "'.");
   return Activation::kGeluTanh;
 }
 
@@ -92,10 +76,10 @@ std::chrono::milliseconds timeout() {
 void streamk_gemm(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias, const Tensor& out,
                   const std::optional<Tensor>& preact, const std::string& activation, bool accumulate,
                   const std::string& schedule, int64_t workers, int64_t splits) {
-  STD_TORCH_CHECK(a.dim() == 3, "streamk_gemm: a must have shape [batch, M, K], but it has shape ",
-                  shape_text(a), ".");
-  STD_TORCH_CHECK(b.dim() == 3, "streamk_gemm: b must have shape [batch, K, N], but it has shape ",
-                  shape_text(b), ".");
+  TPK_REQUIRE(a.dim() == 3, "streamk_gemm: a must have shape [batch, M, K], but it has shape ", shape_text(a),
+              ".");
+  TPK_REQUIRE(b.dim() == 3, "streamk_gemm: b must have shape [batch, K, N], but it has shape ", shape_text(b),
+              ".");
   tpk::cpu::GemmArgs args;
   args.problem = {a.size(1), b.size(2), a.size(2), a.size(0)};
   const tpk::Problem& p = args.problem;
@@ -103,8 +87,8 @@ void streamk_gemm(const Tensor& a, const Tensor& b, const std::optional<Tensor>&
   check_shape("out", out, {p.batch, p.m, p.n}, "[batch, M, N]");
   args.a = view("a", a);
   args.b = view("b", b);
-  STD_TORCH_CHECK(args.a.dtype == args.b.dtype, "streamk_gemm: b must have the dtype of a, ", a.scalar_type(),
-                  ", but it is ", b.scalar_type(), ": convert one of them.");
+  TPK_REQUIRE(args.a.dtype == args.b.dtype, "streamk_gemm: b must have the dtype of a, ", a.scalar_type(),
+              ", but it is ", b.scalar_type(), ": convert one of them.");
   args.out = output_view("out", out);
   if (bias.has_value()) {
     check_shape("bias", *bias, {p.n}, "[N]");
@@ -113,8 +97,8 @@ void streamk_gemm(const Tensor& a, const Tensor& b, const std::optional<Tensor>&
   if (preact.has_value()) {
     check_shape("preact", *preact, {p.batch, p.m, p.n}, "[batch, M, N]");
     args.preact = output_view("preact", *preact);
-    STD_TORCH_CHECK(args.preact.dtype == args.out.dtype, "streamk_gemm: preact must have the dtype of out, ",
-                    out.scalar_type(), ", but it is ", preact->scalar_type(), ".");
+    TPK_REQUIRE(args.preact.dtype == args.out.dtype, "streamk_gemm: preact must have the dtype of out, ",
+                out.scalar_type(), ", but it is ", preact->scalar_type(), ".");
   }
   args.activation = parse_activation(activation);
   args.accumulate = accumulate;

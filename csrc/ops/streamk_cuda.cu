@@ -13,7 +13,6 @@
 #include <map>
 #include <mutex>
 #include <optional>
-#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -22,12 +21,14 @@
 #include "kernels/sm80/find_kernel.hpp"
 #include "kernels/sm80/params.hpp"
 #include "kernels/sm80/plan.hpp"
+#include "ops/sentence.hpp"
 
 namespace {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using tpk::Problem;
+using tpk::ops::shape_text;
 using tpk::sm80::Activation;
 using tpk::sm80::Element;
 using tpk::sm80::GemmParams;
@@ -38,47 +39,25 @@ using tpk::sm80::OperandLayout;
 using tpk::sm80::Output;
 using tpk::sm80::ScalarKind;
 
-template <class... Args>
-void check(bool ok, const Args&... sentence) {
-  if (ok) return;
-  std::ostringstream text;
-  text << "tpkernels::streamk_gemm: ";
-  (text << ... << sentence);
-  throw std::runtime_error(text.str());
-}
+constexpr const char* kOp = "tpkernels::streamk_gemm";
 
-void check_cuda(cudaError_t error, const char* call) {
-  check(error == cudaSuccess, call, " failed: ", cudaGetErrorString(error), ".");
-}
-
-std::string shape_text(const Tensor& t) {
-  std::ostringstream text;
-  text << "[";
-  for (int64_t i = 0; i < t.dim(); ++i) text << (i > 0 ? ", " : "") << t.size(i);
-  text << "]";
-  return text.str();
-}
+#define REQUIRE(ok, ...) TPK_REQUIRE(ok, kOp, ": ", __VA_ARGS__)
 
 void check_shape(const char* name, const Tensor& t, std::initializer_list<int64_t> expected,
                  const char* meaning) {
-  bool same = t.dim() == static_cast<int64_t>(expected.size());
-  int64_t i = 0;
-  std::ostringstream want;
-  for (const int64_t n : expected) {
-    want << (i > 0 ? ", " : "") << n;
-    same = same && t.size(i) == n;
-    ++i;
-  }
-  check(same, name, " must have shape ", meaning, " = [", want.str(), "], but it has shape ", shape_text(t),
-        ".");
+  tpk::ops::check_shape(kOp, name, t, expected, meaning);
+}
+
+void check_cuda(cudaError_t error, const char* call) {
+  REQUIRE(error == cudaSuccess, call, " failed: ", cudaGetErrorString(error), ".");
 }
 
 void check_device(const char* name, const Tensor& t, const Tensor& a) {
-  check(t.is_cuda(), name,
-        " must be a CUDA tensor like a, but it is on another kind of device: move it there.");
-  check(t.get_device_index() == a.get_device_index(), name,
-        " must be on the device of a, cuda:", a.get_device_index(),
-        ", but it is on cuda:", t.get_device_index(), ".");
+  REQUIRE(t.is_cuda(), name,
+          " must be a CUDA tensor like a, but it is on another kind of device: move it there.");
+  REQUIRE(t.get_device_index() == a.get_device_index(), name,
+          " must be on the device of a, cuda:", a.get_device_index(),
+          ", but it is on cuda:", t.get_device_index(), ".");
 }
 
 std::optional<ScalarKind> scalar_kind(const Tensor& t) {
@@ -100,7 +79,7 @@ Activation parse_activation(const std::string& name) {
   if (name == "silu") return Activation::kSilu;
   if (name == "gelu") return Activation::kGelu;
   if (name == "gelu_tanh") return Activation::kGeluTanh;
-  check(false, "activation must be one of none, relu, silu, gelu or gelu_tanh, but it is '", name, "'.");
+  REQUIRE(false, "activation must be one of none, relu, silu, gelu or gelu_tanh, but it is '", name, "'.");
   return Activation::kNone;
 }
 
@@ -125,9 +104,9 @@ std::pair<Operand, OperandLayout> read_operand(const Tensor& t, int64_t outer_di
 
 Output read_output(const char* name, const Tensor& t) {
   for (int64_t dim = 0; dim < 3; ++dim) {
-    check(t.size(dim) <= 1 || t.stride(dim) != 0, name, " must not be broadcast (its stride along dimension ",
-          dim,
-          " is 0): several results would be written to one element. Pass a tensor with memory of its own.");
+    REQUIRE(t.size(dim) <= 1 || t.stride(dim) != 0, name,
+            " must not be broadcast (its stride along dimension ", dim,
+            " is 0): several results would be written to one element. Pass a tensor with memory of its own.");
   }
   const int64_t bytes = static_cast<int64_t>(t.element_size());
   Output o{t.data_ptr(), stride_of(t, 0) * bytes, stride_of(t, 1) * bytes, stride_of(t, 2) * bytes, false};
@@ -158,8 +137,8 @@ class Cache {
                "cudaDeviceGetAttribute");
     check_cuda(cudaDeviceGetAttribute(&d.major, cudaDevAttrComputeCapabilityMajor, index),
                "cudaDeviceGetAttribute");
-    check(d.major >= 8, "the device must have compute capability 8.0 or later, but cuda:", index, " has ",
-          d.major, ".x: use path 'cublas'.");
+    REQUIRE(d.major >= 8, "the device must have compute capability 8.0 or later, but cuda:", index, " has ",
+            d.major, ".x: use path 'cublas'.");
     return devices_[index] = d;
   }
 
@@ -180,8 +159,8 @@ class Cache {
     check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&count, kernel.function, kernel.threads,
                                                              kernel.shared_bytes),
                "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
-    check(count > 0, "the kernel needs ", kernel.shared_bytes, " bytes of shared memory, which cuda:", index,
-          " does not have: use path 'cublas'.");
+    REQUIRE(count > 0, "the kernel needs ", kernel.shared_bytes,
+            " bytes of shared memory, which cuda:", index, " does not have: use path 'cublas'.");
     return resident_[key] = count;
   }
 
@@ -197,7 +176,7 @@ class Cache {
       return plans_[key] = tpk::sm80::plan_gemm(p, d.multiprocessors, cost, schedule, workers, splits);
     } catch (const std::invalid_argument& error) {
       plans_.erase(key);
-      check(false, error.what());
+      REQUIRE(false, error.what());
       throw;
     }
   }
@@ -223,52 +202,52 @@ uint64_t timeout_ns() {
 
 cudaStream_t current_stream(int device) {
   void* stream = nullptr;
-  check(aoti_torch_get_current_cuda_stream(device, &stream) == 0,
-        "torch could not name the current CUDA stream.");
+  REQUIRE(aoti_torch_get_current_cuda_stream(device, &stream) == 0,
+          "torch could not name the current CUDA stream.");
   return static_cast<cudaStream_t>(stream);
 }
 
 void check_arguments(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias, const Tensor& out,
                      const std::optional<Tensor>& preact, int64_t workers, int64_t splits) {
-  check(a.is_cuda(), "a must be a CUDA tensor, but it is on another kind of device.");
+  REQUIRE(a.is_cuda(), "a must be a CUDA tensor, but it is on another kind of device.");
   check_device("b", b, a);
   check_device("out", out, a);
-  check(a.dim() == 3, "a must have shape [batch, M, K], but it has shape ", shape_text(a), ".");
-  check(b.dim() == 3, "b must have shape [batch, K, N], but it has shape ", shape_text(b), ".");
-  check(b.size(0) == a.size(0), "b must have the batch size of a, ", a.size(0), ", but it has ", b.size(0),
-        ": expand it (a stride of 0 costs nothing).");
-  check(b.size(1) == a.size(2), "b must have as many rows as a has columns (K = ", a.size(2),
-        "), but it has ", b.size(1), ".");
+  REQUIRE(a.dim() == 3, "a must have shape [batch, M, K], but it has shape ", shape_text(a), ".");
+  REQUIRE(b.dim() == 3, "b must have shape [batch, K, N], but it has shape ", shape_text(b), ".");
+  REQUIRE(b.size(0) == a.size(0), "b must have the batch size of a, ", a.size(0), ", but it has ", b.size(0),
+          ": expand it (a stride of 0 costs nothing).");
+  REQUIRE(b.size(1) == a.size(2), "b must have as many rows as a has columns (K = ", a.size(2),
+          "), but it has ", b.size(1), ".");
   check_shape("out", out, {a.size(0), a.size(1), b.size(2)}, "[batch, M, N]");
-  check(a.scalar_type() == ScalarType::BFloat16 || a.scalar_type() == ScalarType::Half,
-        "a must be bfloat16 or float16 for the CUDA kernel, but it is ", a.scalar_type(),
-        ": convert it or use path 'cublas'.");
-  check(b.scalar_type() == a.scalar_type(), "b must have the dtype of a, ", a.scalar_type(), ", but it is ",
-        b.scalar_type(), ".");
-  check(scalar_kind(out).has_value(), "out must be bfloat16, float16 or float32, but it is ",
-        out.scalar_type(), ".");
-  check(a.size(2) <= int64_t{1} << 35, "K must not exceed 2^35, but it is ", a.size(2), ".");
+  REQUIRE(a.scalar_type() == ScalarType::BFloat16 || a.scalar_type() == ScalarType::Half,
+          "a must be bfloat16 or float16 for the CUDA kernel, but it is ", a.scalar_type(),
+          ": convert it or use path 'cublas'.");
+  REQUIRE(b.scalar_type() == a.scalar_type(), "b must have the dtype of a, ", a.scalar_type(), ", but it is ",
+          b.scalar_type(), ".");
+  REQUIRE(scalar_kind(out).has_value(), "out must be bfloat16, float16 or float32, but it is ",
+          out.scalar_type(), ".");
+  REQUIRE(a.size(2) <= int64_t{1} << 35, "K must not exceed 2^35, but it is ", a.size(2), ".");
   if (bias.has_value()) {
     check_device("bias", *bias, a);
     check_shape("bias", *bias, {b.size(2)}, "[N]");
-    check(scalar_kind(*bias).has_value(), "bias must be bfloat16, float16 or float32, but it is ",
-          bias->scalar_type(), ".");
+    REQUIRE(scalar_kind(*bias).has_value(), "bias must be bfloat16, float16 or float32, but it is ",
+            bias->scalar_type(), ".");
   }
   if (preact.has_value()) {
     check_device("preact", *preact, a);
     check_shape("preact", *preact, {a.size(0), a.size(1), b.size(2)}, "[batch, M, N]");
-    check(preact->scalar_type() == out.scalar_type(), "preact must have the dtype of out, ",
-          out.scalar_type(), ", but it is ", preact->scalar_type(), ".");
+    REQUIRE(preact->scalar_type() == out.scalar_type(), "preact must have the dtype of out, ",
+            out.scalar_type(), ", but it is ", preact->scalar_type(), ".");
   }
-  check(workers >= 0, "workers must be 0 (as many as fit) or more, but it is ", workers, ".");
-  check(splits >= 1, "splits must be at least 1, but it is ", splits, ".");
+  REQUIRE(workers >= 0, "workers must be 0 (as many as fit) or more, but it is ", workers, ".");
+  REQUIRE(splits >= 1, "splits must be at least 1, but it is ", splits, ".");
   if (out.numel() > 0) {
     const char* sentence =
         " must not share memory with out: it would be read after it was overwritten. Pass another out.";
-    check(a.numel() == 0 || a.data_ptr() != out.data_ptr(), "a", sentence);
-    check(b.numel() == 0 || b.data_ptr() != out.data_ptr(), "b", sentence);
-    check(!bias.has_value() || bias->data_ptr() != out.data_ptr(), "bias", sentence);
-    check(!preact.has_value() || preact->data_ptr() != out.data_ptr(), "preact", sentence);
+    REQUIRE(a.numel() == 0 || a.data_ptr() != out.data_ptr(), "a", sentence);
+    REQUIRE(b.numel() == 0 || b.data_ptr() != out.data_ptr(), "b", sentence);
+    REQUIRE(!bias.has_value() || bias->data_ptr() != out.data_ptr(), "bias", sentence);
+    REQUIRE(!preact.has_value() || preact->data_ptr() != out.data_ptr(), "preact", sentence);
   }
 }
 
@@ -286,7 +265,7 @@ void streamk_gemm(const Tensor& a, const Tensor& b, const std::optional<Tensor>&
     try {
       tpk::parse_schedule_kind(schedule);
     } catch (const std::invalid_argument& error) {
-      check(false, "schedule must be auto or a name: ", error.what());
+      REQUIRE(false, "schedule must be auto or a name: ", error.what());
     }
   }
   p.accumulate = accumulate;

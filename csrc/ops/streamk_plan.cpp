@@ -8,6 +8,7 @@
 
 #include "kernels/sm80/plan.hpp"
 #include "ops/cpu_threads.hpp"
+#include "ops/sentence.hpp"
 
 namespace {
 
@@ -18,23 +19,23 @@ std::tuple<std::string, std::vector<int64_t>, double> streamk_plan(int64_t batch
                                                                    int64_t k, const std::string& device,
                                                                    const std::string& schedule,
                                                                    int64_t workers, int64_t splits) {
-  STD_TORCH_CHECK(device == "cpu" || device == "cuda",
-                  "streamk_plan: device must be 'cpu' or 'cuda', but it is '", device, "'.");
-  STD_TORCH_CHECK(batch >= 0 && m >= 0 && n >= 0 && k >= 0,
-                  "streamk_plan: batch, m, n and k must not be negative, but they are ", batch, ", ", m, ", ",
-                  n, " and ", k, ".");
+  TPK_REQUIRE(device == "cpu" || device == "cuda",
+              "streamk_plan: device must be 'cpu' or 'cuda', but it is '", device, "'.");
+  TPK_REQUIRE(batch >= 0 && m >= 0 && n >= 0 && k >= 0,
+              "streamk_plan: batch, m, n and k must not be negative, but they are ", batch, ", ", m, ", ", n,
+              " and ", k, ".");
   const tpk::Problem p{m, n, k, batch};
   tpk::Plan plan;
   if (device == "cpu") {
     plan = tpk::ops::cpu_plan("streamk_plan", p, schedule, workers, splits);
   } else {
-    STD_TORCH_CHECK(workers >= 0, "streamk_plan: workers must not be negative, but it is ", workers, ".");
+    TPK_REQUIRE(workers >= 0, "streamk_plan: workers must not be negative, but it is ", workers, ".");
     try {
       plan = tpk::sm80::plan_gemm(p, workers > 0 ? workers : kHopperMultiprocessors, tpk::kCostSm90, schedule,
                                   0, splits)
                  .plan;
     } catch (const std::invalid_argument& error) {
-      STD_TORCH_CHECK(false, "streamk_plan: ", error.what());
+      TPK_REQUIRE(false, "streamk_plan: ", error.what());
     }
   }
   const tpk::Schedule& s = plan.schedule;
