@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import op_behaviour
+import op_checks
 import pytest
 import torch
 from op_checks import F64, on_device
@@ -13,7 +15,7 @@ WORLDS = sorted({1, 2, torch.cuda.device_count()} - {0}) if torch.cuda.device_co
 
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("uneven", [False, True])
-@pytest.mark.parametrize("check", ["check_all_gather_matmul", "check_reduce"])
+@pytest.mark.parametrize("check", [op_checks.check_all_gather_matmul, op_checks.check_reduce])
 @pytest.mark.parametrize(
     "dtype,path",
     [
@@ -31,22 +33,22 @@ def test_values_and_gradients(gpu_ranks, check, dtype, path, uneven, world):
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("rows,cols", [(5, 3), (3, 33000), (300, 257)])
 def test_sums_are_bitwise_defined(gpu_ranks, rows, cols, world):
-    gpu_ranks.run(on_device, "check_sums", rows, cols, world=world)
+    gpu_ranks.run(on_device, op_checks.check_sums, rows, cols, world=world)
 
 
 @pytest.mark.parametrize(
     "check",
     [
-        "check_matmul_replicated",
-        "check_gradcheck",
-        "check_regions",
-        "check_empty",
-        "check_non_contiguous",
-        "check_group_forms",
-        "check_large",
-        "check_cuda_graph",
-        "check_side_stream",
-        "check_disagreement",
+        op_checks.check_matmul_replicated,
+        op_checks.check_gradcheck,
+        op_checks.check_regions,
+        op_checks.check_empty,
+        op_checks.check_non_contiguous,
+        op_behaviour.check_group_forms,
+        op_behaviour.check_large,
+        op_behaviour.check_cuda_graph,
+        op_behaviour.check_side_stream,
+        op_behaviour.check_disagreement,
     ],
 )
 def test_check(gpu_ranks, check):
@@ -54,10 +56,10 @@ def test_check(gpu_ranks, check):
 
 
 def test_cpu_tensors_are_refused(gpu_ranks):
-    gpu_ranks.run(on_device, "check_wrong_device", world=2)
+    gpu_ranks.run(on_device, op_behaviour.check_wrong_device, world=2)
 
 
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_against_the_numpy_reference(gpu_ranks, seed, dtype, world):
-    gpu_ranks.run(on_device, "check_reference", seed, dtype, world=world)
+    gpu_ranks.run(on_device, op_checks.check_reference, seed, dtype, world=world)

@@ -23,7 +23,8 @@ class DenseAttention(nn.Module):
     def rotate(self, x: Tensor) -> Tensor:
         """Rotary positions by complex numbers, another way than the one under test."""
         n, d = x.shape[-2:]
-        angle = torch.arange(n)[:, None] * 10000.0 ** (-2.0 * torch.arange(d // 2) / d).double()
+        positions, pairs = torch.arange(n, device=x.device), torch.arange(d // 2, device=x.device)
+        angle = positions[:, None] * 10000.0 ** (-2.0 * pairs / d).double()
         turn = torch.complex(angle.cos().float().double(), angle.sin().float().double())
         z = torch.complex(x[..., : d // 2], x[..., d // 2 :]) * turn
         return torch.cat((z.real, z.imag), dim=-1)
@@ -36,7 +37,9 @@ class DenseAttention(nn.Module):
         q, k = self.rotate(q), self.rotate(k)
         k, v = (t.repeat_interleave(self.heads // self.kv_heads, dim=1) for t in (k, v))
         scores = q @ k.transpose(-1, -2) / self.size**0.5
-        scores = scores.masked_fill(torch.ones(s, s, dtype=torch.bool).triu(1), float("-inf"))
+        scores = scores.masked_fill(
+            torch.ones(s, s, dtype=torch.bool, device=x.device).triu(1), float("-inf")
+        )
         return self.o_proj((scores.softmax(-1) @ v).transpose(1, 2).reshape(b, s, -1))
 
 

@@ -57,7 +57,8 @@ class _Check:
         generator = torch.Generator().manual_seed(
             self.seed + 7919 * stream + (0 if same else 104729 * (self.rank + 1))
         )
-        return torch.randn(like.shape, dtype=torch.float64, generator=generator).to(self.device)
+        values = torch.randn(like.shape, dtype=torch.float64, generator=generator, device="cpu")
+        return values.to(self.device)
 
     def sum(self, value: torch.Tensor) -> float:
         total = value.detach().to(torch.float64).clone()
