@@ -27,8 +27,8 @@ from tpkernels.ops._registry import register
 ops = torch.ops.tpkernels
 
 
-def _check(name: str, x: Tensor, group: Group, *, floating: bool = True) -> str:
-    if floating:
+def _check(x: Tensor, group: Group, *, floating: bool = True) -> str:
+    if floating:  # sums; anything may be gathered
         _checks.check_operand("x", x, min_dim=0)
     return _groups.transport_of(group, x.device, "x")
 
@@ -57,7 +57,7 @@ def _all_reduce(x: Tensor, reduce_op: str, group_name: str) -> Tensor:
     def validate() -> str:
         if reduce_op not in ("sum", "max"):
             raise ArgumentError(f"op: expected 'sum' or 'max', got {reduce_op!r}.")
-        return _check("all_reduce", x, group)
+        return _check(x, group)
 
     transport = _agreement.validated(
         "all_reduce",
@@ -69,13 +69,9 @@ def _all_reduce(x: Tensor, reduce_op: str, group_name: str) -> Tensor:
     _paths.record("all_reduce", transport, "none")
     if reduce_op == "max":
         return _collectives.all_reduce_max(x, group)
-    if x.dim() == 0:
-        return _collectives.all_reduce_sum(x.reshape(1, 1), group, x.dtype).reshape(())
-    return (
-        _collectives.all_reduce_sum(x, group, x.dtype).clone()
-        if group.world == 1
-        else (_collectives.all_reduce_sum(x, group, x.dtype))
-    )
+    rows = x.reshape(1, 1) if x.dim() == 0 else x
+    total = _collectives.all_reduce_sum(rows, group, x.dtype).reshape(x.shape)
+    return total.clone() if group.world == 1 else total  # an op must not return its argument
 
 
 def _all_gather(
@@ -84,7 +80,7 @@ def _all_gather(
     group = _groups.resolve(group_name)
 
     def validate() -> tuple[str, int, list[int]]:
-        transport = _check("all_gather", x, group, floating=False)
+        transport = _check(x, group, floating=False)
         d = _row_dim(x, dim)
         return transport, d, _groups.gather_sizes(x.shape[d], shard_sizes, group, "x")
 
@@ -123,7 +119,7 @@ def _reduce_scatter(x: Tensor, dim: int, shard_sizes: list[int] | None, group_na
     group = _groups.resolve(group_name)
 
     def validate() -> tuple[str, int, list[int]]:
-        return _check("reduce_scatter", x, group), *_plan_scatter(x, dim, shard_sizes, group)
+        return _check(x, group), *_plan_scatter(x, dim, shard_sizes, group)
 
     transport, d, sizes = _agreement.validated(
         "reduce_scatter",

@@ -27,7 +27,7 @@ import torch.utils.dlpack
 from torch import Tensor
 
 from tpkernels.errors import ArgumentError, DTypeError
-from tpkernels.ops import _gather, _matmul, _reduce, _region_ops  # noqa: F401 - register the ops
+from tpkernels.ops import _gather, _matmul, _reduce, _region_ops, _replicated  # noqa: F401 - register the ops
 from tpkernels.ops._groups import GroupLike, group_name_of
 
 _ops = torch.ops.tpkernels

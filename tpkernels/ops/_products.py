@@ -1,0 +1,108 @@
+"""What operations with several weights per operand share: checks, the products, gradients before activations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tpkernels.errors import ArgumentError
+from tpkernels.ops import _checks, _gemm, _paths
+from tpkernels.ops._groups import Group
+from tpkernels.ops._matmul import preact_grad, product, sum_rows
+
+
+class Plan(NamedTuple):
+    """A checked call; ``dim`` and ``sizes`` describe the gather, where there is one."""
+
+    group: Group
+    dim: int
+    sizes: list[int]
+    out_dtype: torch.dtype
+    transport: str
+    choice: _paths.Choice
+    biases: list[Tensor | None]
+
+
+def validate_products(
+    name: str,
+    a: Tensor,
+    bs: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    bias_of: Sequence[int],
+    activation: str,
+) -> list[Tensor | None]:
+    """Check operands; returns one bias or None per weight."""
+    if len(bs) == 0:
+        raise ArgumentError("b: expected at least one weight, got an empty list.")
+    by_weight: list[Tensor | None] = [None] * len(bs)
+    for i, bias in zip(bias_of, biases, strict=True):
+        by_weight[i] = bias
+    for i, b in enumerate(bs):
+        label = "b" if len(bs) == 1 else f"b[{i}]"
+        _checks.check_product(name, a, label, b)
+        _checks.check_weight(label, b)
+        _checks.check_bias(f"biases[{i}]", by_weight[i], b.shape[1], name, a)
+    _checks.check_activation(activation)
+    return by_weight
+
+
+def run_products(
+    op: str, plan: Plan, a: Tensor, bs: Sequence[Tensor], activation: str, want_preact: bool
+) -> list[Tensor]:
+    products = [
+        _gemm.run(
+            plan.choice,
+            a,
+            b,
+            bias=bias,
+            activation=activation,
+            out_dtype=plan.out_dtype,
+            want_preact=want_preact,
+        )
+        for b, bias in zip(bs, plan.biases, strict=True)
+    ]
+    detail = ", ".join(_gemm.describe(a, b) for b in bs)
+    _paths.record(op, plan.transport, plan.choice.gemm, detail, plan.choice.why)
+    return [p.out for p in products] + [p.preact for p in products if p.preact is not None]
+
+
+def preact_grads(
+    ctx: Any,
+    grads: Sequence[Tensor | None],
+    bs: Sequence[Tensor],
+    preacts: Sequence[Tensor | None],
+    biases: Sequence[Tensor | None],
+    operand: Callable[[], Tensor],
+    dtype: torch.dtype,
+) -> list[Tensor | None]:
+    """Gradient at each product before its activation, in the operands' dtype."""
+    by_weight: list[Tensor | None] = [None] * ctx.n
+    for i, bias in zip(ctx.bias_of, biases, strict=True):
+        by_weight[i] = bias
+    dys: list[Tensor | None] = []
+    for i in range(ctx.n):
+        saved = preacts[i]
+
+        def preact(i: int = i, saved: Tensor | None = saved) -> Tensor:
+            return saved if saved is not None else product(operand(), bs[i], by_weight[i], ctx.path)
+
+        extra = grads[ctx.n + i] if saved is not None else None
+        grad = preact_grad(grads[i], extra, ctx.activation, preact)
+        dys.append(None if grad is None else grad.to(dtype))
+    return dys
+
+
+def bias_grads(ctx: Any, dys: Sequence[Tensor | None]) -> list[Tensor | None]:
+    needed = ctx.needs_input_grad[2]
+    picked = [dys[i] for i in ctx.bias_of]
+    return [
+        sum_rows(dy) if need and dy is not None else None for need, dy in zip(needed, picked, strict=True)
+    ]
+
+
+def no_grad(integers: list[int]) -> list[None] | None:
+    """Gradient of a list of integers; torch takes an empty one for a list of tensors and wants a list back."""
+    return None if integers else []

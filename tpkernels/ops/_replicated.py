@@ -1,0 +1,119 @@
+"""``tpkernels::matmul_replicated``: several products of an operand that is the same on every rank.
+
+Outputs, in order: one product per weight; then, if asked for, one pre-activation per weight. The forward pass is
+local. Gradient of the operand: ``sum_i dY_i W_i^T``, all-reduced. Gradient of a weight: ``X^T dY_i``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tpkernels.ops import _agreement, _checks, _groups, _paths
+from tpkernels.ops._groups import Group
+from tpkernels.ops._matmul import reduce_to, weight_grad
+from tpkernels.ops._products import Plan, bias_grads, no_grad, preact_grads, run_products, validate_products
+from tpkernels.ops._registry import register
+
+
+def _plan_replicated(
+    group: Group,
+    a: Tensor,
+    bs: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    bias_of: Sequence[int],
+    activation: str,
+    out_dtype: torch.dtype | None,
+    path: str,
+) -> Plan:
+    by_weight = validate_products("a", a, bs, biases, bias_of, activation)
+    dtype = _checks.check_out_dtype(out_dtype, a.dtype)
+    transport = _groups.transport_of(group, a.device, "a")
+    request = _paths.parse(path, a.device.type, distributed=True)
+    _paths.check_transport(request, transport, group.name)
+    choice = _paths.choose_gemm(request, a.device.type, a.dtype)
+    return Plan(group, 0, [], dtype, "none", choice, by_weight)
+
+
+def _matmul_replicated(
+    a: Tensor,
+    bs: list[Tensor],
+    biases: list[Tensor],
+    bias_of: list[int],
+    activation: str,
+    group_name: str,
+    out_dtype: torch.dtype | None,
+    return_preact: bool,
+    path: str,
+) -> list[Tensor]:
+    group = _groups.resolve(group_name)
+    plan = _agreement.validated(
+        "matmul_replicated",
+        group,
+        a,
+        lambda: _plan_replicated(group, a, bs, biases, bias_of, activation, out_dtype, path),
+        lambda plan: {"a's dtype": str(a.dtype), "a's shape": list(a.shape)},
+    )
+    return run_products("matmul_replicated", plan, a, bs, activation, return_preact)
+
+
+def _matmul_replicated_fake(
+    a: Tensor,
+    bs: list[Tensor],
+    biases: list[Tensor],
+    bias_of: list[int],
+    activation: str,
+    group_name: str,
+    out_dtype: torch.dtype | None,
+    return_preact: bool,
+    path: str,
+) -> list[Tensor]:
+    plan = _plan_replicated(_groups.resolve(group_name), a, bs, biases, bias_of, activation, out_dtype, path)
+    copies = 2 if return_preact else 1
+    return [a.new_empty([*a.shape[:-1], b.shape[1]], dtype=plan.out_dtype) for _ in range(copies) for b in bs]
+
+
+def _replicated_setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    a, bs, biases, bias_of, activation, group, _, with_preact, path = inputs
+    n = len(bs)
+    ctx.set_materialize_grads(False)
+    ctx.n, ctx.bias_of, ctx.activation, ctx.group, ctx.path = n, list(bias_of), activation, group, path
+    recompute = activation != "none" and not with_preact
+    ctx.save_for_backward(
+        a,
+        *bs,
+        *(output[n : 2 * n] if with_preact else [None] * n),
+        *(biases if recompute else [None] * len(biases)),
+    )
+
+
+def _replicated_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
+    n = ctx.n
+    a, *rest = ctx.saved_tensors
+    bs, preacts, biases = rest[:n], rest[n : 2 * n], rest[2 * n :]
+    need_a, need_bs = ctx.needs_input_grad[:2]  # nested as the inputs are
+    dys = preact_grads(ctx, grads, bs, preacts, biases, lambda: a, a.dtype)
+    present = [(dy, b.t()) for dy, b in zip(dys, bs, strict=True) if dy is not None]
+    grad_a = None
+    if need_a and present:
+        grad_a = torch.ops.tpkernels.matmul_all_reduce(
+            [dy for dy, _ in present], [w for _, w in present], None, None, ctx.group, a.dtype, ctx.path
+        )
+        grad_a = reduce_to(grad_a, a.shape)
+    grad_bs = [
+        weight_grad(a, dy, b.shape, ctx.path) if need and dy is not None else None
+        for need, dy, b in zip(need_bs, dys, bs, strict=True)
+    ]
+    return (grad_a, grad_bs, bias_grads(ctx, dys), no_grad(ctx.bias_of), *(None,) * 5)
+
+
+register(
+    "matmul_replicated",
+    _matmul_replicated,
+    _matmul_replicated_fake,
+    setup_context=_replicated_setup,
+    backward=_replicated_backward,
+)
