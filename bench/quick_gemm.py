@@ -1,4 +1,4 @@
-"""Our Stream-K kernel beside torch.mm (cuBLAS) on one GPU: python bench/quick_gemm.py [--out FILE.jsonl]
+"""Our Stream-K kernel beside torch.mm (cuBLAS) on one GPU: python -m bench.quick_gemm [--out FILE.jsonl]
 
 Each implementation is one CUDA graph that walks over copies of the operands, together larger than three L2 caches;
 graphs are replayed in turn, so both meet the same clocks. Times are medians of device time per product. Every row of
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -108,11 +109,24 @@ def measure(
     row["ratio"] = row["torch"]["us"] / row["streamk"]["us"]
     # Rounding gives a fifth of the dtype's epsilon; the order of summation in fp32 adds little.
     row["correct"] = all(errors[key] < (3e-3 if dtype == torch.bfloat16 else 4e-4) for key in errors)
-    kind, numbers, _ = torch.ops.tpkernels.streamk_plan(
+    kind, numbers, row["predicted_us"] = torch.ops.tpkernels.streamk_plan(
         1, m, n, k, "cuda", "auto", properties.multi_processor_count
     )
     row["plan"] = [kind, *numbers]
     return row
+
+
+def current_commit() -> str:
+    """Short commit of the checkout, "+" if it was changed since, "unknown" where git cannot tell."""
+    try:
+        git = ["git", "-C", str(Path(__file__).parent)]
+        commit = subprocess.run(
+            [*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
+        )
+        changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return commit.stdout.strip() + ("+" if changed.stdout.strip() else "")
 
 
 def main() -> int:
@@ -121,6 +135,9 @@ def main() -> int:
     )
     parser.add_argument("--out", type=Path, help="append one JSON object a row to this file")
     parser.add_argument("--dtype", choices=["bfloat16", "float16"], default="bfloat16")
+    parser.add_argument(
+        "--commit", default=current_commit(), help="recorded in every row (default: %(default)s)"
+    )
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--only", default="", help="run the shapes whose name holds this")
     options = parser.parse_args()
@@ -129,7 +146,8 @@ def main() -> int:
     for name, m, n, k, layout in SHAPES:
         if options.only not in name:
             continue
-        rows.append(measure(name, m, n, k, layout, getattr(torch, options.dtype), options.rounds))
+        row = measure(name, m, n, k, layout, getattr(torch, options.dtype), options.rounds)
+        rows.append({"commit": options.commit, **row})
         if options.out is not None:
             options.out.parent.mkdir(parents=True, exist_ok=True)
             with options.out.open("a") as file:
