@@ -39,7 +39,9 @@ def test_values(path, dtype, shape):
     for activation in ACTIVATIONS:
         y = tpk.matmul(a, b, bias=bias, activation=activation, path=path)
         assert y.dtype == dtype
-        assert_close_tiles(y, exact(a, b, bias, activation), dtype, k=k)
+        # Behind an activation results can be far smaller than what was summed, and its error is relative to that.
+        magnitude = a.double().abs() @ b.double().abs() + bias.double().abs()
+        assert_close_tiles(y, exact(a, b, bias, activation), dtype, k=k, magnitude=magnitude)
     assert tpk.last_path().path == path
 
 

@@ -68,7 +68,8 @@ class PathRecord:
     @property
     def path(self) -> str:
         """The path in the form that the ``path`` argument takes, such as ``"nccl+streamk"``."""
-        return self.gemm if self.transport == "none" else f"{self.transport}+{self.gemm}"
+        parts = [part for part in (self.transport, self.gemm) if part != "none"]
+        return "+".join(parts) or "none"
 
     def __str__(self) -> str:
         return f"{self.op}: {self.path} ({self.detail}; {self.why})"
@@ -169,7 +170,7 @@ def choose_gemm(request: Request, device_type: str, dtype: torch.dtype) -> Choic
     library = "cublas" if device_type == "cuda" else "blas"
     if missing is not None:
         return Choice(library, missing)
-    return Choice(library, "faster than the portable kernel on this device")
+    return Choice(library, f"{library} is faster here than the portable Stream-K kernel")
 
 
 def streamk_missing(device_type: str, dtype: torch.dtype) -> str | None:
