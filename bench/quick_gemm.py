@@ -116,6 +116,20 @@ def measure(
     return row
 
 
+def markdown_table(rows: list[dict[str, Any]], dtype: str) -> str:
+    """The rows of one dtype as the README shows them."""
+    lines = [
+        "| product | M x N x K | ours, us | cuBLAS, us | ours / cuBLAS speed |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for row in rows:
+        if row["dtype"] == f"torch.{dtype}":
+            size = f"{row['m']} x {row['n']} x {row['k']}"
+            times = f"{row['streamk']['us']:.0f} | {row['torch']['us']:.0f} | {row['ratio']:.2f}"
+            lines.append(f"| {row['name']} | {size} | {times} |")
+    return "\n".join(lines)
+
+
 def current_commit() -> str:
     """Short commit of the checkout, "+" if it was changed since, "unknown" where git cannot tell."""
     try:
@@ -134,6 +148,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, help="append one JSON object a row to this file")
+    parser.add_argument("--table", type=Path, help="measure nothing, print this file as a Markdown table")
     parser.add_argument("--dtype", choices=["bfloat16", "float16"], default="bfloat16")
     parser.add_argument(
         "--commit", default=current_commit(), help="recorded in every row (default: %(default)s)"
@@ -141,6 +156,9 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--only", default="", help="run the shapes whose name holds this")
     options = parser.parse_args()
+    if options.table is not None:
+        print(markdown_table([json.loads(line) for line in options.table.open()], options.dtype))
+        return 0
     torch.manual_seed(time.time_ns() % 2**31)
     rows = []
     for name, m, n, k, layout in SHAPES:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -37,3 +38,18 @@ def test_the_example_runs(tmp_path):
     )
     assert result.returncode == 0, result.stdout + result.stderr
     assert "matmul_reduce_scatter: gloo+" in result.stdout
+
+
+def test_the_table_is_what_was_measured():
+    sys.path.insert(0, str(ROOT))
+    from bench.quick_gemm import markdown_table
+
+    text = (ROOT / "README.md").read_text()
+    shown = text.split("<!-- gemm table: begin -->\n")[1].split("\n<!-- gemm table: end -->")[0]
+    source = re.search(r"bench/results/[\w.-]+jsonl", text)
+    assert source is not None
+    rows = [json.loads(line) for line in (ROOT / source[0]).read_text().splitlines()]
+    assert all(row["correct"] for row in rows)
+    assert shown == markdown_table(rows, "bfloat16")
+    (commit,) = {row["commit"] for row in rows}
+    assert f"commit {commit}" in text

@@ -87,7 +87,7 @@ def _banner(config: RunConfig, trainer: Trainer) -> str:
     where = (
         torch.cuda.get_device_name(trainer.device)
         if config.device == "cuda"
-        else f"CPU, {torch.get_num_threads()} threads each"
+        else f"CPU, threads per rank: {torch.get_num_threads()}"
     )
     sequence = " + sequence" if config.sequence_parallel else ""
     return (
@@ -102,7 +102,7 @@ def _banner(config: RunConfig, trainer: Trainer) -> str:
 
 
 def _comparison(config: RunConfig) -> str:
-    window = tolerance(config.dtype).window
+    window = tolerance(config.dtype, config.size).window
     again = f", set equal to it every {window} steps" if config.steps > window else ""
     return f", beside the unsharded model in plain PyTorch{again}"
 
@@ -113,7 +113,7 @@ def _show(config: RunConfig, reporter: Reporter, outcome: Outcome, explanation: 
         outcome.paths,
         f"agreement of the ranks is checked at every call: {checking} (TPK_CHECK)\n\n{explanation}\n",
     )
-    limit = tolerance(config.dtype)
+    limit = tolerance(config.dtype, config.size)
     rows = []
     if (
         config.dense
@@ -140,7 +140,7 @@ def _show(config: RunConfig, reporter: Reporter, outcome: Outcome, explanation: 
 def _summary(
     config: RunConfig, trainer: Trainer, outcome: Outcome, samples: list[str], seconds: float
 ) -> dict[str, Any]:
-    limit = tolerance(config.dtype)
+    limit = tolerance(config.dtype, config.size)
     return {
         "options": dataclasses.asdict(config),
         "model": dataclasses.asdict(model_config(config)),
@@ -178,7 +178,7 @@ def _plot(config: RunConfig, outcome: Outcome) -> None:
         losses=outcome.losses,
         dense_losses=outcome.dense_losses if config.dense else None,
         heldout=outcome.heldout,
-        limit=tolerance(config.dtype).loss,
+        limit=tolerance(config.dtype, config.size).loss,
         note=note,
     )
 

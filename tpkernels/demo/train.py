@@ -70,7 +70,7 @@ class Trainer:
         self.config = config
         self.device = device
         self.reporter = reporter
-        self.limit = tolerance(config.dtype)
+        self.limit = tolerance(config.dtype, config.size)
         self.first = dist.get_rank() == 0
         self.corpus = self._load_corpus()
         shape = model_config(config)
