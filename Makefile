@@ -20,7 +20,8 @@ else
 endif
 
 BUILT := tpkernels/_build_info.json
-CODE  := $(shell find csrc -type f 2>/dev/null) setup.py
+# The folders are in it too: a deleted source changes nothing else.
+CODE  := $(shell find csrc 2>/dev/null) setup.py tpkernels/_version.py
 CLANG_FORMAT = $(PY) -c 'from clang_format import clang_format as f; f()'
 CXX_FILES = $(shell find csrc cmake tests -type f \( -name '*.hpp' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' \))
 

@@ -6,12 +6,13 @@
 
 `_C` is required; the others are left out, with the reason in the build summary, where something is missing.
 Environment: TPK_WITH_CUDA=auto|0|1, TPK_WITH_HOST=auto|0|1, TPK_CUDA_ARCHS="100;120" (added to 80 and 90),
-MAX_JOBS, CUDA_HOME, CXX.
+MAX_JOBS, CUDA_HOME, CXX (nvcc's host compiler too, unless CC is set).
 The functions that decide are pure, so that tests/cpu/test_build.py can try each case.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -88,14 +89,18 @@ def default_jobs(cores: int, available: int) -> int:
     return max(1, min(cores, int((available - 2 * GIB) / (2.5 * GIB))))
 
 
+def parse_jobs(requested: str | None) -> int | None:
+    """MAX_JOBS as a number; None if it is unset or no positive integer (ninja takes 0 for "without a limit")."""
+    return int(requested) if requested and re.fullmatch(r"0*[1-9][0-9]*", requested) else None
+
+
 def check_jobs(requested: str | None, cores: int, available: int) -> str:
-    """A warning if the memory is too small for the jobs that MAX_JOBS asks for (or for a single one), else ""."""
+    """A warning if MAX_JOBS is no number, or the memory too small for that many jobs (or for one), else ""."""
     have = f"{available / GIB:.1f} GiB of memory are available"
-    if requested is not None and not (requested.isdigit() and int(requested) > 0):
-        return (
-            f"MAX_JOBS={requested} is not a positive number: export MAX_JOBS={default_jobs(cores, available)}"
-        )
-    jobs = int(requested or 1)
+    if requested is not None and parse_jobs(requested) is None:
+        mend = f"export MAX_JOBS={default_jobs(cores, available)}"
+        return f"MAX_JOBS={requested} is not a positive number and not used: {mend}"
+    jobs = parse_jobs(requested) or 1
     if jobs == 1 and available < 2 * GIB:
         return f"{have}, too little for one compiler (2 GiB): add swap or free some if the build is killed"
     fits = default_jobs(jobs, available)
@@ -117,6 +122,16 @@ def decide_cuda(torch: str, torch_cuda: str | None, nvcc: str | None, nvcc_cuda:
     if nvcc_cuda.split(".")[0] != major:
         return f"{nvcc} is CUDA {nvcc_cuda}, but torch {torch} was built with CUDA {torch_cuda}: {mend}"
     return ""
+
+
+def decide_host(has_pybind11: bool, include: Path, version: tuple[int, ...] = sys.version_info[:2]) -> str:
+    """Why the planner cannot be built ("" if it can); `include` is where Python.h should be."""
+    if not has_pybind11:
+        return "pybind11 was not found (tests of the planner need it): pip install pybind11"
+    if (include / "Python.h").exists():
+        return ""
+    package = f"python{version[0]}.{version[1]}-dev"
+    return f"Python.h was not found (the planner needs it): apt-get install {package}"
 
 
 def apply_switch(name: str, value: str, reason: str) -> str:
@@ -144,6 +159,12 @@ def gencode_flags(extra: str = "") -> list[str]:
     return [*flags, "-gencode=arch=compute_90,code=compute_90"]
 
 
+def host_compiler_flags(env: Mapping[str, str]) -> list[str]:
+    """nvcc flags that make it use CXX: of its own it takes g++, and torch hands on CC alone."""
+    words = [w for w in env.get("CXX", "").split() if Path(w).name not in ("ccache", "sccache", "distcc")]
+    return ["-ccbin", words[0]] if words and not env.get("CC") else []
+
+
 def parse_nvcc_version(text: str) -> str | None:
     """The "13.0" in what `nvcc --version` prints."""
     match = re.search(r"release (\d+\.\d+)", text)
@@ -166,8 +187,9 @@ def find_cuda_home(env: Mapping[str, str], run: Callable[[list[str]], str], site
         candidates += [Path(on_path).resolve().parents[1]]
     wheels = sorted(site.glob("nvidia/cu1?"), reverse=True)  # the toolkit as packages of PyPI
     candidates += [Path("/usr/local/cuda"), Path("/opt/cuda"), *wheels]
-    for root in candidates:
-        if (root / "bin/nvcc").exists() and any(root.glob("**/include/cuda_runtime.h")):
+    for root in candidates:  # not searched deeper: /usr/local may hold a wrapper and, below, the toolkit
+        headers = [root / "include", *root.glob("targets/*/include")]
+        if (root / "bin/nvcc").exists() and any((h / "cuda_runtime.h").exists() for h in headers):
             return root
     return None
 
@@ -209,13 +231,22 @@ def output_of(command: list[str]) -> str:
         return ""
 
 
-def available_memory() -> int:
+def remove_stale(built: Path, source: Path) -> None:
+    """Removes modules of an earlier build that the source no longer has: they would end up in the wheel."""
+    for path in list(built.rglob("*.py*")):
+        if path.suffix in (".py", ".pyi") and not (source / path.relative_to(built)).exists():
+            path.unlink()
+
+
+def available_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     """Bytes that this process may still use: MemAvailable, or what the container's limit leaves."""
     free = 4 * GIB
     try:
-        free = int(re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())[1]) * 1024
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        free = int(re.search(r"MemAvailable:\s+(\d+)", (proc / "meminfo").read_text())[1]) * 1024
+        limit = (cgroup / "memory.max").read_text().strip()
+        used = int((cgroup / "memory.current").read_text())
+        # Cached files count as used but are dropped when memory is asked for.
+        used -= int(re.search(r"^inactive_file (\d+)", (cgroup / "memory.stat").read_text(), re.M)[1])
         free = min(free, int(limit) - used) if limit.isdigit() else free
     except (OSError, TypeError):
         pass
@@ -239,38 +270,36 @@ def extensions(pieces: list[Piece], cpp_extension: Any, defines: list[str]) -> l
     cxx = ["-std=c++20", "-O3", "-g0", "-fvisibility=hidden", "-Wall", *defines]
     stable = f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}"
     nvcc = ["-std=c++20", "-O3", "-lineinfo", "--compress-mode=size", "-DUSE_CUDA", stable, *defines]
-    nvcc += ["-Xptxas=-v", *gencode_flags(os.environ.get("TPK_CUDA_ARCHS", ""))]
+    nvcc += ["-Xptxas=-v", *host_compiler_flags(os.environ)]
+    nvcc += gencode_flags(os.environ.get("TPK_CUDA_ARCHS", ""))
     # A standard library that the compiler links statically (some wrappers do) must stay private to its extension.
     private = ["-Wl,--exclude-libs,ALL"] if sys.platform == "linux" else []
     # torch is imported first and has mapped these libraries; the paths serve tools that open the file alone.
     rpath = ["-Wl,-rpath,$ORIGIN/../torch/lib", "-Wl,-rpath,$ORIGIN/../nvidia/cu13/lib"]
     made = []
     for name, sources in [(p.name, p.sources) for p in pieces if not p.reason]:
-        full = f"tpkernels.{name}"
-        common: dict[str, Any] = {"include_dirs": [str(ROOT / "csrc")], "py_limited_api": name != "_host"}
+        keywords: dict[str, Any] = {"include_dirs": [str(ROOT / "csrc")], "py_limited_api": name != "_host"}
         if name == "_C":
-            common["extra_compile_args"] = {"cxx": [*cxx, stable]}
-            made.append(
-                cpp_extension.CppExtension(
-                    full, sources, extra_link_args=["-pthread", rpath[0], *private], **common
-                )
-            )
+            kind, flags, link = cpp_extension.CppExtension, {"cxx": [*cxx, stable]}, ["-pthread", rpath[0]]
         elif name == "_C_sm80":
-            common["extra_compile_args"] = {"cxx": [*cxx, stable, "-DUSE_CUDA"], "nvcc": nvcc}
-            made.append(
-                cpp_extension.CUDAExtension(full, sources, extra_link_args=[*rpath, *private], **common)
-            )
+            kind, link = cpp_extension.CUDAExtension, rpath
+            flags = {"cxx": [*cxx, stable, "-DUSE_CUDA"], "nvcc": nvcc}
         else:
             import pybind11
-            from setuptools import Extension
+            from setuptools import Extension as kind
 
-            common["include_dirs"].append(pybind11.get_include())
-            made.append(
-                Extension(
-                    full, sources, language="c++", extra_compile_args=cxx, extra_link_args=private, **common
-                )
-            )
+            flags, link = cxx, []
+            keywords["include_dirs"].append(pybind11.get_include())
+            keywords["language"] = "c++"
+        keywords |= {"extra_compile_args": flags, "extra_link_args": [*link, *private]}
+        made.append(kind(f"tpkernels.{name}", sources, **keywords))
     return made
+
+
+def wheel_options(pieces: list[Piece], no_gil: object) -> dict[str, Any]:
+    """Without _host nothing depends on the CPython: one wheel for all (those without a GIL have no abi3)."""
+    one_for_all = not no_gil and any(p.name == "_host" and p.reason for p in pieces)
+    return {"bdist_wheel": {"py_limited_api": "cp310"}} if one_for_all else {}
 
 
 def build_command(pieces: list[Piece], facts: Mapping[str, str], cpp_extension: Any) -> type:
@@ -293,6 +322,7 @@ def build_command(pieces: list[Piece], facts: Mapping[str, str], cpp_extension: 
             skipped = {p.name: p.reason for p in pieces if p.reason}
             target = Path(self.get_ext_fullpath("tpkernels._C")).parent / "_build_info.json"
             target.write_text(json.dumps({**facts, "skipped": skipped}, indent=1) + "\n")
+            remove_stale(target.parent, ROOT / "tpkernels")  # with --inplace the two are one folder
             for old in skipped:  # a piece built earlier must not outlive the reason to skip it
                 for path in target.parent.glob(f"{old}.*so"):
                     path.unlink()
@@ -308,18 +338,16 @@ def plan_build() -> dict[str, Any]:
         import torch
     except ImportError:
         raise BuildError(check_torch(None)) from None
-    compiler = os.environ.get("CXX", "c++")
+    compiler = os.environ.get("CXX") or "c++"
     problems = [check_torch(torch.__version__), check_ninja(shutil.which("ninja"))]
     problems.append(check_compiler(compiler, try_compiler(compiler)))
     for problem in filter(None, problems):
         raise BuildError(problem)
 
     cores, memory = len(os.sched_getaffinity(0)), available_memory()
-    warning = check_jobs(os.environ.get("MAX_JOBS"), cores, memory)
-    if warning:
+    if warning := check_jobs(os.environ.get("MAX_JOBS"), cores, memory):
         print(f"tpkernels: warning: {warning}", file=sys.stderr)
-    if not os.environ.get("MAX_JOBS", "").isdigit():
-        os.environ["MAX_JOBS"] = str(default_jobs(cores, memory))
+    os.environ["MAX_JOBS"] = str(parse_jobs(os.environ.get("MAX_JOBS")) or default_jobs(cores, memory))
 
     home = find_cuda_home(os.environ, output_of, Path(torch.__file__).parents[1])
     nvcc = str(home / "bin/nvcc") if home else None
@@ -328,12 +356,8 @@ def plan_build() -> dict[str, Any]:
     no_cuda = apply_switch("TPK_WITH_CUDA", os.environ.get("TPK_WITH_CUDA", "auto"), no_cuda)
     if home and not no_cuda:
         os.environ["CUDA_HOME"] = str(home)
-    try:
-        import pybind11  # noqa: F401
-
-        no_host = ""
-    except ImportError:
-        no_host = "pybind11 was not found (tests of the planner need it): pip install pybind11"
+    has_pybind11 = importlib.util.find_spec("pybind11") is not None
+    no_host = decide_host(has_pybind11, Path(sysconfig.get_path("include")))
     no_host = apply_switch("TPK_WITH_HOST", os.environ.get("TPK_WITH_HOST", "auto"), no_host)
 
     import torch.utils.cpp_extension as cpp_extension
@@ -349,8 +373,7 @@ def plan_build() -> dict[str, Any]:
     defines = [f'-DTPK_VERSION="{version}"', f'-DTPK_BUILD_TORCH="{torch.__version__}"']
     keywords: dict[str, Any] = {"ext_modules": extensions(pieces, cpp_extension, defines)}
     keywords["cmdclass"] = {"build_ext": build_command(pieces, facts, cpp_extension)}
-    if pieces[2].reason:  # without _host nothing depends on the CPython: one wheel for all of them
-        keywords["options"] = {"bdist_wheel": {"py_limited_api": "cp310"}}
+    keywords["options"] = wheel_options(pieces, sysconfig.get_config_var("Py_GIL_DISABLED"))
     return keywords
 
 

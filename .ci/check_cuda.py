@@ -1,6 +1,7 @@
 """Reads what ptxas reported in a build's log and the machine code of the library.
 
     python .ci/check_cuda.py build/build.log tpkernels/_C_sm80.abi3.so
+    python .ci/check_cuda.py --complete build/build.log csrc/kernels/sm80/*.cu    only: does the log report on all?
 
 Fails on register spills, on ptxas warnings about lost performance (C7504 to C7515) and, where cuobjdump can be
 found, on kernels of matrix products without tensor-core instructions (HMMA).
@@ -14,6 +15,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 LOST_PERFORMANCE = re.compile(r"\(C75(?:0[4-9]|1[0-5])\)")
+
+
+COMMAND = re.compile(r"^\[\d+/\d+\] .*? -c (?:-c )?(\S+)")  # of ninja; what the compiler said comes after it
 
 
 class Kernel(NamedTuple):
@@ -38,6 +42,17 @@ def parse_report(log: str) -> list[Kernel]:
             kernels.append(Kernel(name, arch, int(match[1]), spilled))
             name = ""
     return kernels
+
+
+def unreported(log: str, sources: list[str]) -> list[str]:
+    """The sources without a report of ptxas: a build compiles, and reports on, what has changed since the last."""
+    current, reported = "", set()
+    for line in log.splitlines():
+        if match := COMMAND.match(line):
+            current = str(Path(match[1]).resolve())
+        elif line.startswith("ptxas info"):
+            reported.add(current)
+    return [s for s in sources if str(Path(s).resolve()) not in reported]
 
 
 def problems(log: str) -> list[str]:
@@ -82,6 +97,10 @@ def tensor_core_counts(cuobjdump: str, library: str) -> dict[str, int]:
 
 def main() -> int:
     """Prints a table of kernels and the problems; returns 1 if there are any."""
+    if sys.argv[1] == "--complete":
+        missing = unreported(Path(sys.argv[2]).read_text(), sys.argv[3:])
+        print(*(f"{sys.argv[2]} has no report on {source}" for source in missing), sep="\n")
+        return 1 if missing else 0
     log, library = Path(sys.argv[1]).read_text(), sys.argv[2]
     kernels = parse_report(log)
     for arch in sorted({k.arch for k in kernels}):

@@ -1,4 +1,4 @@
-"""Checks the size and the contents of a wheel.
+"""Checks the size and the contents of a wheel against the source tree, after `make build`.
 
 python .ci/check_wheel.py dist/tpkernels-*.whl
 """
@@ -11,12 +11,20 @@ LIMIT = 50 * 1000 * 1000  # bytes; package indexes refuse much larger files
 FOREIGN = ("tests/", "bench/", "csrc/", "cmake/", "build/", "docs/", ".ci/")
 
 
-def problems(size: int, names: list[str], expected: list[str]) -> list[str]:
-    """What is wrong with a wheel of `size` bytes with these files, one sentence each."""
+def problems(size: int, names: list[str], expected: list[str], source: list[str]) -> list[str]:
+    """What is wrong with a wheel of `size` bytes with these files, one sentence each.
+
+    It must have the `expected` files, and of the package only what `source`, the folder it was built from, has.
+    """
     found = [f"the wheel has {size / 1e6:.1f} MB, more than {LIMIT / 1e6:.0f}"] if size > LIMIT else []
     found += [f"{n} does not belong into the wheel" for n in names if n.startswith(FOREIGN)]
     found += [
         f"{n} does not belong into the wheel" for n in names if n.endswith((".pyc", ".cpp", ".cu", ".o"))
+    ]
+    found += [
+        f"{n} is not in the source: rm -rf build/lib*"
+        for n in names
+        if n.startswith("tpkernels/") and not n.endswith("/") and n not in source
     ]
     found += [f"the wheel lacks {e}" for e in expected if e not in names]
     if not any(n.endswith("licenses/LICENSE") for n in names):
@@ -36,8 +44,9 @@ def main() -> int:
     for name in names:
         if name.endswith(".so"):
             print(f"  {name}: {sizes[name] / 1e6:.2f} MB unpacked")
+    source = [p.as_posix() for p in Path("tpkernels").rglob("*") if p.is_file()]
     expected = [*built, *modules, "tpkernels/py.typed", "tpkernels/_build_info.json"]
-    found = problems(path.stat().st_size, names, expected)
+    found = problems(path.stat().st_size, names, expected, source)
     for sentence in found:
         print("problem:", sentence)
     return 1 if found else 0

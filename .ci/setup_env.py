@@ -66,22 +66,23 @@ def check_torch(version, executable):
     return f"VENV=none, but {executable} has torch {version}, and 2.11 or newer is needed: make without VENV=none"
 
 
+def string_lists(text, table):
+    """The lists of strings in one table of a TOML file, by key: Python 3.10 has no parser, nor need it have pip."""
+    body = re.search(r"^\[" + re.escape(table) + r"\][^\n]*\n(.*?)(?=^\[|\Z)", text, re.M | re.S)
+    found = (
+        re.findall(r'^([\w-]+)\s*=\s*\[((?:"[^"]*"|#[^\n]*|[^"\]#])*)\]', body.group(1), re.M) if body else []
+    )
+    return {key: [s for s in re.findall(r'#[^\n]*|"([^"]*)"', items) if s] for key, items in found}
+
+
 def requirements(text, extras):
     """The requirement strings of `extras` in the text of a pyproject.toml."""
-    try:
-        import tomllib
-    except ModuleNotFoundError:  # Python 3.10
-        from pip._vendor import tomli as tomllib
-    project = tomllib.loads(text)["project"]
-    wanted = [r for r in project["dependencies"] if not r.startswith("torch")]
+    optional = string_lists(text, "project.optional-dependencies")
+    wanted = [r for r in string_lists(text, "project")["dependencies"] if not r.startswith("torch")]
     for extra in extras:
-        if extra not in project["optional-dependencies"]:
-            fail(
-                "pyproject.toml has no extra '{}': use {}".format(
-                    extra, ", ".join(project["optional-dependencies"])
-                )
-            )
-        wanted += project["optional-dependencies"][extra]
+        if extra not in optional:
+            fail("pyproject.toml has no extra '{}': use {}".format(extra, ", ".join(optional)))
+        wanted += optional[extra]
     return sorted(set(wanted) | set(BUILD_TOOLS))
 
 

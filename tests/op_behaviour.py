@@ -21,6 +21,15 @@ def check_group_forms(ctx):
     assert explanation.path == expected == tpk.last_path().path
     assert explanation.wire_bytes == (ctx.world - 1) * x.numel() * 4
     assert tpk.explain("matmul_replicated", x, w, ctx.group).path == expected.partition("+")[2]
+    # Meta tensors stand for tensors on the group's device; bytes are those that really travel.
+    meta = [t.to("meta") for t in (x, w)]
+    assert tpk.explain("all_gather_matmul", *meta, ctx.group) == explanation
+    sizes = [2, *[0] * (ctx.world - 1)]
+    scatter = tpk.explain(
+        "matmul_reduce_scatter", x, w, ctx.group, shard_sizes=sizes, out_dtype=torch.float64
+    )
+    assert scatter.wire_bytes == (ctx.world - 1) * sizes[ctx.rank] * 4 * 8
+    assert tpk.explain("matmul_all_reduce", x, w, ctx.group).wire_bytes == (ctx.world - 1) * 2 * 4 * 4
 
 
 def expect(kind, words, call):
@@ -81,6 +90,18 @@ def check_disagreement(ctx):
     kind, words = (tpk.errors.DTypeError, ["a_shard"]) if odd else (mismatch, ["DTypeError"])
     x = torch.ones(3, 4, dtype=torch.int64) if odd else torch.ones(3, 4)
     expect(kind, words, lambda: tpk.all_gather_matmul(x, w, group))
+    x = torch.ones(3, 4)
+    # Errors found before the operation starts, and differing needs for gradients, are told as well.
+    kind, words = (
+        (tpk.errors.ArgumentError, ["biases"]) if odd else (mismatch, ["raised ArgumentError: biases"])
+    )
+    biases = [None, None] if odd else [None]
+    expect(kind, words, lambda: tpk.all_gather_matmul(torch.ones(3, 4), [w], group, biases=biases))
+    kind, words = (tpk.errors.DTypeError, ["scatter_dim"]) if odd else (mismatch, ["DTypeError"])
+    expect(kind, words, lambda: tpk.matmul_reduce_scatter(x, w, group, scatter_dim=0.5 if odd else 0))
+    y = torch.ones(3, 4, requires_grad=odd)
+    expect(mismatch, ["gradients wanted"], lambda: tpk.all_gather_matmul(y, w, group))
+    expect(mismatch, ["split", "shape"], lambda: tpk.regions.split(torch.ones(5 if odd else 4, 6), 0, group))
     # Uneven shards that fit are fine, and nothing was left behind in the group.
     sizes = [2] * last + [5]
     y = tpk.all_gather_matmul(torch.ones(sizes[rank], 4), torch.ones(4, 3), group, shard_sizes=sizes)
@@ -302,3 +323,25 @@ def check_opcheck(ctx):
     ]
     for op, args in cases:
         torch.library.opcheck(op.default, args)
+
+
+def check_autocast(ctx):
+    """Operands are narrowed; a residual stays as wide as the sum that it is added to."""
+    x, w = torch.randn(4, 6), torch.randn(6, 5)
+    residual = torch.randn(4, 5)
+    with torch.autocast(ctx.device.type, torch.bfloat16):
+        wide = tpk.matmul_all_reduce(x, w, ctx.group, residual=residual, out_dtype=torch.float32)
+        narrow = tpk.matmul_all_reduce(x, w, ctx.group, residual=residual)
+    assert wide.dtype == torch.float32
+    assert narrow.dtype == torch.bfloat16
+    expected = ctx.world * (x.bfloat16().float() @ w.bfloat16().float()) + residual
+    assert torch.allclose(wide, expected, atol=1e-3)
+
+
+def check_one_rank(ctx):
+    """Where nothing travels, the path names no transport."""
+    if ctx.world == 1:
+        tpk.all_gather_matmul(torch.randn(2, 3), torch.randn(3, 4), ctx.group)
+        assert tpk.last_path().transport == "none"
+        explanation = tpk.explain("all_gather_matmul", torch.randn(2, 3), torch.randn(3, 4), ctx.group)
+        assert explanation.path == tpk.last_path().path

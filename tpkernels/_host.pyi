@@ -1,8 +1,8 @@
 """Host core of tpkernels (pybind11, no torch): decomposition, tile order, plans and progress. Pure functions.
 
-Sizes are integers of at most 63 bits, times are microseconds. Wrong arguments raise ValueError with a sentence
-(IndexError for ``TileOrder.at``). The C++ is in ``csrc/host``; kernels and the CPU executor are compiled from the
-same headers.
+Sizes are integers of at most 63 bits, times are microseconds; ``workers``, ``min_iters`` and ``splits`` are at
+most 2^30. Wrong arguments raise ValueError with a sentence (IndexError for ``TileOrder.at``). The C++ is in
+``csrc/host``; kernels and the CPU executor are compiled from the same headers.
 """
 
 from collections.abc import Sequence
@@ -141,7 +141,9 @@ class TileOrder:
     @property
     def batch(self) -> int: ...
     @property
-    def group_m(self) -> int: ...
+    def group_m(self) -> int:
+        """Rows of tiles walked together: the number asked for, or ``tiles_m`` if that is less."""
+
     @property
     def start_m(self) -> int: ...
     @property
@@ -164,8 +166,12 @@ def make_departure_order(
 def even_shards(total: int, world: int) -> list[int]:
     """Ceil-split of ``total`` rows, like torch.chunk: the last shards may be shorter or empty."""
 
-def arrival_class(shard: int, rank: int, world: int) -> int: ...
-def departure_class(shard: int, rank: int, world: int) -> int: ...
+def arrival_class(shard: int, rank: int, world: int) -> int:
+    """When a shard lands: 0 is the own one, 1 that of rank + 1."""
+
+def departure_class(shard: int, rank: int, world: int) -> int:
+    """When a shard leaves: 0 is that of rank + 1, world - 1 the own one."""
+
 def shards_of_tile_row(shard_sizes: Sequence[int], tile_row: int, bm: int) -> tuple[int, int]:
     """Half-open range of the shards whose rows a row of tiles holds; empty shards in it hold none."""
 
@@ -210,9 +216,14 @@ class WorkCounts:
     @property
     def partials_added(self) -> int: ...
 
-def count_work(schedule: Schedule, worker: int) -> WorkCounts: ...
+def count_work(schedule: Schedule, worker: int) -> WorkCounts:
+    """What one worker of the schedule does, 0 <= worker < ``schedule.workers``."""
+
 def predict_us(schedule: Schedule, tile: TileShape, cost: CostConstants, multiprocessors: int) -> float:
-    """Predicted time, ``multiprocessors`` workers running at once."""
+    """Predicted time, ``multiprocessors`` workers running at once.
+
+    Of more than 8192 tickets only the first and the last 4096 are looked at.
+    """
 
 class Plan:
     """Tile, schedule and order of one product on one machine."""

@@ -88,6 +88,10 @@ __device__ __forceinline__ bool wait_epoch(const u32* flag, u32 expected, u64 ti
       v = load_acquire<kScope>(flag);
       reached = epoch_reached(v, expected);
     } while (!reached && now_ns() - start < timeout_ns);
+    if (!reached) {  // one more look: this CTA may have been off the multiprocessor since the last one
+      v = load_acquire<kScope>(flag);
+      reached = epoch_reached(v, expected);
+    }
   }
   if (seen != nullptr) *seen = v;
   return reached;

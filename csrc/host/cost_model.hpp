@@ -71,8 +71,15 @@ inline WorkCounts count_work(const Schedule& s, int64_t worker) {
     c.partials_written += end % s.k_iters != 0;
     const int64_t tile_begin = begin - begin % s.k_iters;
     if (begin > tile_begin && end >= tile_begin + s.k_iters) {
-      int64_t first = share - 1;
-      while (share_begin(s, p, first) > tile_begin) --first;
+      int64_t first = 0;  // the last share that begins at or before the tile
+      for (int64_t high = share - 1; first < high;) {
+        const int64_t middle = first + (high - first + 1) / 2;
+        if (share_begin(s, p, middle) <= tile_begin) {
+          first = middle;
+        } else {
+          high = middle - 1;
+        }
+      }
       c.partials_added += share - first;
     }
   }
@@ -81,7 +88,7 @@ inline WorkCounts count_work(const Schedule& s, int64_t worker) {
 
 inline double iteration_us(const TileShape& t, const CostConstants& c) {
   const double macs = static_cast<double>(t.bm) * t.bn * t.bk;
-  const double loads = static_cast<double>(t.bm + t.bn) * t.bk;
+  const double loads = (static_cast<double>(t.bm) + t.bn) * t.bk;
   return c.iter_us + macs * c.mac_us + loads * c.load_us;
 }
 
@@ -92,10 +99,13 @@ inline double predict_us(const Schedule& s, const TileShape& t, const CostConsta
   const double iter = iteration_us(t, c);
   const double epilogue = c.epilogue_us + elems * c.epilogue_elem_us;
   const double partial = c.partial_us + elems * c.partial_elem_us;
-  // Only split-K has more tickets than this, and its tickets repeat tile after tile.
-  const int64_t looked_at = min64(s.workers, 4096);
+  // Of more than 2 * kEnd tickets only the first and the last kEnd are looked at. The first have the most
+  // whole tiles; the last take no handicap, and end with the finisher of the last tile, which adds its
+  // partials.
+  constexpr int64_t kEnd = 4096;
   double longest = 0;
-  for (int64_t w = 0; w < looked_at; ++w) {
+  for (int64_t w = 0; w < s.workers; ++w) {
+    if (w == kEnd) w = max64(w, s.workers - kEnd);
     const WorkCounts n = count_work(s, w);
     longest = std::max(longest, n.iterations * iter + n.epilogues * epilogue +
                                     (n.partials_written + n.partials_added) * partial);

@@ -4,9 +4,8 @@
 
 #include <cstdint>
 #include <span>
-#include <stdexcept>
-#include <string>
 
+#include "host/check.hpp"
 #include "host/cost_model.hpp"
 #include "host/schedule_builder.hpp"
 #include "host/tile_order.hpp"
@@ -28,24 +27,10 @@ struct Plan {
   double predicted_us = 0;
 };
 
-namespace detail {
-
-inline void check_extent(const char* what, int64_t value, int64_t least) {
-  require(value >= least, std::string(what) + " must be at least " + std::to_string(least) + ", but it is " +
-                              std::to_string(value) + ".");
-}
-
-}  // namespace detail
-
 // The plan that the arguments name. options.workers is taken as the number that run at once.
 inline Plan make_plan(const Problem& p, const TileShape& t, ScheduleKind kind, const ScheduleOptions& o,
                       const CostConstants& cost) {
-  detail::check_extent("m", p.m, 0);
-  detail::check_extent("n", p.n, 0);
   detail::check_extent("k", p.k, 0);
-  detail::check_extent("batch", p.batch, 0);
-  detail::check_extent("bm", t.bm, 1);
-  detail::check_extent("bn", t.bn, 1);
   detail::check_extent("bk", t.bk, 1);
   Plan plan;
   plan.tile = t;

@@ -7,7 +7,8 @@
 
 namespace tpk {
 
-TPK_HD constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+// For a >= 0 and b >= 1. (a + b - 1) / b would wrap near 2^63.
+TPK_HD constexpr int64_t ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 0); }
 TPK_HD constexpr int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 TPK_HD constexpr int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
 

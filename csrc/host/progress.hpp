@@ -20,6 +20,7 @@
 #include <string>
 #include <vector>
 
+#include "host/check.hpp"
 #include "host/schedule.hpp"
 #include "host/shards.hpp"
 
@@ -252,6 +253,28 @@ class ProgressSimulator {
   std::vector<Rank> ranks_;
 };
 
+// Programs may be written by hand: what they name must exist.
+inline void check_program(const RankProgram& p) {
+  require(p.num_slots >= 0, "num_slots must not be negative, but it is " + std::to_string(p.num_slots) + ".");
+  for (const std::vector<Segment>& segments : p.workers) {
+    for (const Segment& s : segments) {
+      require(s.position >= 0 && s.position < p.order.size(), [&] {
+        return "positions must lie in [0, " + std::to_string(p.order.size()) + "), but one is " +
+               std::to_string(s.position) + ".";
+      });
+      const bool waits = s.first_slot != -1 || s.end_slot != -1;
+      require(s.slot >= -1 && s.slot < p.num_slots &&
+                  (!waits || (s.first_slot >= 0 && s.first_slot <= s.end_slot && s.end_slot <= p.num_slots)),
+              [&] {
+                return "slots must lie in [0, " + std::to_string(p.num_slots) + "), but position " +
+                       std::to_string(s.position) + " has slot " + std::to_string(s.slot) +
+                       " and waits for [" + std::to_string(s.first_slot) + ", " + std::to_string(s.end_slot) +
+                       ").";
+              });
+    }
+  }
+}
+
 }  // namespace detail
 
 // Runs the programs of all ranks together; programs.size() is the world.
@@ -264,6 +287,13 @@ inline ProgressReport simulate_progress(const std::vector<RankProgram>& programs
   }
   if (o.resident < 1) {
     throw std::invalid_argument("resident must be at least 1, but it is " + std::to_string(o.resident) + ".");
+  }
+  for (const RankProgram& p : programs) {
+    detail::check_program(p);
+    const TileOrder& first = programs[0].order;
+    const bool alike =
+        p.order.tiles_m == first.tiles_m && p.order.tiles_n == first.tiles_n && p.order.batch == first.batch;
+    detail::require(!remote || alike, "programs must have orders of the same tiles, but they differ.");
   }
   return detail::ProgressSimulator(programs, o).run();
 }

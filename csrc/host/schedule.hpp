@@ -67,7 +67,7 @@ TPK_HD int64_t snap_cut(int64_t cut, int64_t k_iters, int64_t min_iters) {
   const int64_t r = cut % k_iters;
   if (r == 0) return cut;
   if (k_iters < 2 * min_iters || r < min_iters) return cut - r;
-  return k_iters - r < min_iters ? cut - r + k_iters - min_iters : cut;
+  return k_iters - r < min_iters ? cut - (min_iters - (k_iters - r)) : cut;
 }
 
 // First iteration (counted over the piece) of share i, 0 <= i <= piece.workers. Every share is the quotient,

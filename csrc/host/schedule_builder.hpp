@@ -11,6 +11,7 @@
 #include <string_view>
 #include <vector>
 
+#include "host/check.hpp"
 #include "host/schedule.hpp"
 
 namespace tpk {
@@ -80,10 +81,6 @@ inline int64_t snap_slack(int64_t k_iters, int64_t min_iters) {
 }
 
 namespace detail {
-
-inline void require(bool ok, const std::string& sentence) {
-  if (!ok) throw std::invalid_argument(sentence);
-}
 
 class ScheduleBuilder {
  public:
@@ -211,12 +208,15 @@ inline std::vector<int64_t> group_shards(const std::vector<int64_t>& shard_tiles
   return merged;
 }
 
-// Products of two counts stay below 2^62.
-inline void check_count(const std::string& what, int64_t value) {
-  require(value >= 1 && value <= (int64_t{1} << 31),
-          what + " must lie between 1 and 2^31, but it is " + std::to_string(value) + ".");
+inline void check_worker(const Schedule& s, int64_t worker) {
+  if (worker < 0 || worker >= s.workers) {
+    throw std::invalid_argument("worker must lie in [0, " + std::to_string(s.workers) + "), but it is " +
+                                std::to_string(worker) + ".");
+  }
 }
 
+// Keeps every sum and product below 2^63. The largest are (least share + handicap) * workers, at most 2^61
+// for either term, and tiles * k_iters + handicapped * handicap, at most the same.
 inline void check_options(int64_t tiles, int64_t k_iters, const ScheduleOptions& o) {
   require(tiles >= 0, "tiles must not be negative, but it is " + std::to_string(tiles) + ".");
   require(k_iters >= 1, "k_iters must be at least 1, but it is " + std::to_string(k_iters) + ".");
@@ -232,9 +232,13 @@ inline void check_options(int64_t tiles, int64_t k_iters, const ScheduleOptions&
   require(o.comm_iters >= 0 && o.comm_iters <= std::numeric_limits<int64_t>::max() / 4 / o.workers,
           "comm_iters must not be negative, nor beyond 2^61 / workers, but it is " +
               std::to_string(o.comm_iters) + ".");
-  int64_t sum = 0;
   for (const int64_t n : o.shard_tiles) {
     require(n >= 0, "shard_tiles must not be negative, but one is " + std::to_string(n) + ".");
+  }
+  int64_t sum = 0;
+  for (const int64_t n : o.shard_tiles) {
+    require(n <= tiles - sum, "shard_tiles must add up to the number of tiles (" + std::to_string(tiles) +
+                                  "), but they add up to more.");
     sum += n;
   }
   require(o.shard_tiles.empty() || sum == tiles, "shard_tiles must add up to the number of tiles (" +

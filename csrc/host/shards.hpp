@@ -6,10 +6,12 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
+#include "host/check.hpp"
 #include "host/tile_order.hpp"
 
 namespace tpk {
@@ -49,6 +51,10 @@ inline ShardMap make_shard_map(const std::vector<int64_t>& sizes) {
       throw std::invalid_argument("shard_sizes must not be negative, but shard " + std::to_string(s) +
                                   " has " + std::to_string(sizes[s]) + " rows.");
     }
+    if (sizes[s] > std::numeric_limits<int64_t>::max() - map.begin[s]) {
+      throw std::invalid_argument("shard_sizes must add up to less than 2^63 rows, but shards 0 to " +
+                                  std::to_string(s) + " have more.");
+    }
     map.begin[s + 1] = map.begin[s] + sizes[s];
   }
   return map;
@@ -58,7 +64,10 @@ inline ShardMap make_shard_map(const std::vector<int64_t>& sizes) {
 inline std::vector<int64_t> even_shards(int64_t total, int64_t world) {
   std::vector<int64_t> sizes(world);
   const int64_t each = ceil_div(total, world);
-  for (int64_t s = 0; s < world; ++s) sizes[s] = max64(0, min64(each, total - s * each));
+  for (int64_t& size : sizes) {
+    size = min64(each, total);
+    total -= size;
+  }
   return sizes;
 }
 
@@ -79,7 +88,7 @@ struct Range {
 // departure writes to. Empty shards inside the range own no row: skip them.
 TPK_HD Range shards_of_tile_row(const ShardMap& map, int64_t tile_row, int64_t bm) {
   const int64_t first = tile_row * bm;
-  const int64_t last = min64(first + bm, map.rows()) - 1;
+  const int64_t last = first + min64(bm, map.rows() - first) - 1;
   return {map.shard_of(first), map.shard_of(last) + 1};
 }
 
@@ -105,6 +114,9 @@ inline Chunks make_chunks(const ShardMap& shards, int64_t k, int64_t chunk_rows,
     throw std::invalid_argument("chunk_rows and slab_k must be at least 1, but they are " +
                                 std::to_string(chunk_rows) + " and " + std::to_string(slab_k) + ".");
   }
+  constexpr int64_t kMost = int64_t{1} << 62;  // leaves room for k_end * bk beyond k
+  detail::require(k >= 0 && k <= kMost,
+                  "k must lie between 0 and 2^62, but it is " + std::to_string(k) + ".");
   Chunks c;
   c.shards = shards;
   c.k = k;
@@ -113,13 +125,17 @@ inline Chunks make_chunks(const ShardMap& shards, int64_t k, int64_t chunk_rows,
   for (int64_t s = 0; s < shards.world; ++s) {
     c.first_chunk[s + 1] = c.first_chunk[s] + ceil_div(shards.begin[s + 1] - shards.begin[s], chunk_rows);
   }
+  const int64_t row_chunks = c.first_chunk[shards.world];
+  detail::require(row_chunks <= kMost / c.slabs(), "row chunks * slabs must stay below 2^62, but it is " +
+                                                       std::to_string(row_chunks) + " * " +
+                                                       std::to_string(c.slabs()) + ": use larger chunks.");
   return c;
 }
 
 // Row chunks that a row of tiles reads.
 TPK_HD Range row_chunks_of_tile_row(const Chunks& c, int64_t tile_row, int64_t bm) {
   const int64_t first = tile_row * bm;
-  const int64_t last = min64(first + bm, c.shards.rows()) - 1;
+  const int64_t last = first + min64(bm, c.shards.rows() - first) - 1;
   return {c.row_chunk(first), c.row_chunk(last) + 1};
 }
 
@@ -179,7 +195,7 @@ inline ShardedOrder make_arrival_order(const Problem& p, const TileShape& t, con
   }
   // ... but the one that straddles the own shard's first row also waits for the shard before, which is last.
   if (own < p.m && own % t.bm != 0) {
-    const int64_t straddler_last = min64((own / t.bm + 1) * t.bm, p.m) - 1;
+    const int64_t straddler_last = own + min64(t.bm - own % t.bm, p.m - own) - 1;
     --rows[arrival_class(map.shard_of(straddler_last), rank, map.world)];
     ++rows[arrival_class(map.shard_of(own - 1), rank, map.world)];
   }

@@ -19,6 +19,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "host/check.hpp"
 #include "host/problem.hpp"
 
 namespace tpk {
@@ -63,13 +64,21 @@ struct TileOrder {
   }
 };
 
-// Throws std::invalid_argument if there are more tiles than positions.
+// Throws std::invalid_argument with a sentence where an argument makes no sense, or where there are more
+// tiles than positions.
 inline TileOrder make_tile_order(const Problem& p, const TileShape& t, int64_t group_m = 8) {
+  detail::check_extent("m", p.m, 0);
+  detail::check_extent("n", p.n, 0);
+  detail::check_extent("batch", p.batch, 0);
+  detail::check_extent("bm", t.bm, 1);
+  detail::check_extent("bn", t.bn, 1);
+  detail::check_extent("group_m", group_m, 1);
   TileOrder order;
   order.tiles_m = tiles_m(p, t);
   order.tiles_n = tiles_n(p, t);
   order.batch = p.batch;
-  order.group_m = group_m;
+  order.group_m =
+      min64(group_m, max64(1, order.tiles_m));  // the same walk, and group_m * tiles_n cannot wrap
   constexpr int64_t kMost = int64_t{1} << 61;
   const int64_t row_tiles = max64(1, order.tiles_n);
   if (order.tiles_m > kMost / row_tiles || order.tiles_m * row_tiles > kMost / max64(1, p.batch)) {

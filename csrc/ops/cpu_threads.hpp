@@ -5,8 +5,11 @@
 #include <torch/headeronly/util/Exception.h>
 
 #include <cstdlib>
+#include <map>
+#include <mutex>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 
 #include "kernels/cpu/gemm.hpp"
 #include "ops/sentence.hpp"
@@ -25,18 +28,29 @@ inline int64_t cpu_threads() {
   return torch::stable::get_num_threads();
 }
 
-// The plan of a product on the CPU; schedule is a name or "auto", workers = 0 means one per thread.
+// The plan of a product on the CPU; schedule is a name or "auto", workers = 0 means one per thread. Plans are
+// kept: with many threads making one takes longer than a small product.
 inline Plan cpu_plan(const char* op, const Problem& p, const std::string& schedule, int64_t workers,
                      int64_t splits) {
   TPK_REQUIRE(workers >= 0, op, ": workers must not be negative (0: one per thread), but it is ", workers,
               ".");
+  TPK_REQUIRE(splits >= 1, op, ": splits must be at least 1, but it is ", splits, ".");
+  using Key = std::tuple<int64_t, int64_t, int64_t, int64_t, std::string, int64_t, int64_t, int64_t>;
+  static std::mutex mutex;
+  static std::map<Key, Plan> plans;
+  const int64_t threads = cpu_threads();
+  const Key key{p.batch, p.m, p.n, p.k, schedule, workers, splits, threads};
+  const std::lock_guard lock(mutex);
+  if (const auto found = plans.find(key); found != plans.end()) return found->second;
+  constexpr size_t kMostPlans = 4096;
+  if (plans.size() >= kMostPlans) plans.clear();
   try {
-    if (schedule == "auto") return cpu::plan_gemm(p, nullptr, workers, splits, cpu_threads());
-    const ScheduleKind kind = parse_schedule_kind(schedule);
-    return cpu::plan_gemm(p, &kind, workers, splits, cpu_threads());
+    const bool automatic = schedule == "auto";
+    const ScheduleKind kind = automatic ? ScheduleKind::kDataParallel : parse_schedule_kind(schedule);
+    const Plan plan = cpu::plan_gemm(p, automatic ? nullptr : &kind, workers, splits, threads);
+    return plans.emplace(key, plan).first->second;
   } catch (const std::invalid_argument& error) {
-    TPK_REQUIRE(false, op, ": ", error.what());
-    throw;
+    throw std::runtime_error(sentence(op, ": ", error.what()));
   }
 }
 

@@ -3,10 +3,8 @@
 // crashes (seen with a g++ wrapper of a container image).
 #pragma once
 
-#include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
-#include <initializer_list>
 #include <stdexcept>
 #include <string>
 #include <string_view>
@@ -30,25 +28,6 @@ std::string sentence(const Parts&... parts) {
   std::string text;
   ((text += to_text(parts)), ...);
   return text;
-}
-
-inline std::string shape_text(const torch::stable::Tensor& t) {
-  std::string text = "[";
-  for (int64_t i = 0; i < t.dim(); ++i) text += (i > 0 ? ", " : "") + std::to_string(t.size(i));
-  return text + "]";
-}
-
-// meaning names the dimensions, such as "[batch, M, N]".
-inline void check_shape(const char* op, const char* name, const torch::stable::Tensor& t,
-                        std::initializer_list<int64_t> expected, const char* meaning) {
-  bool same = t.dim() == static_cast<int64_t>(expected.size());
-  int64_t i = 0;
-  for (const int64_t n : expected) same = same && t.size(i++) == n;
-  if (same) return;
-  std::string want;
-  for (const int64_t n : expected) want += (want.empty() ? "" : ", ") + std::to_string(n);
-  throw std::runtime_error(sentence(op, ": ", name, " must have shape ", meaning, " = [", want,
-                                    "], but it has shape ", shape_text(t), "."));
 }
 
 }  // namespace tpk::ops

@@ -6,12 +6,13 @@
 
 #include <cstdlib>
 #include <initializer_list>
+#include <new>
 #include <optional>
 #include <string>
 
 #include "kernels/cpu/gemm.hpp"
+#include "ops/arguments.hpp"
 #include "ops/cpu_threads.hpp"
-#include "ops/sentence.hpp"
 
 namespace {
 
@@ -68,9 +69,7 @@ Activation parse_activation(const std::string& name) {
 }
 
 std::chrono::milliseconds timeout() {
-  const char* text = std::getenv("TPK_KERNEL_TIMEOUT_S");
-  const double seconds = text != nullptr ? std::atof(text) : 0.0;
-  return std::chrono::milliseconds(static_cast<int64_t>((seconds > 0.0 ? seconds : 600.0) * 1e3));
+  return std::chrono::milliseconds(static_cast<int64_t>(tpk::ops::timeout_seconds(600.0) * 1e3));
 }
 
 void streamk_gemm(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias, const Tensor& out,
@@ -100,6 +99,18 @@ void streamk_gemm(const Tensor& a, const Tensor& b, const std::optional<Tensor>&
     TPK_REQUIRE(args.preact.dtype == args.out.dtype, "streamk_gemm: preact must have the dtype of out, ",
                 out.scalar_type(), ", but it is ", preact->scalar_type(), ".");
   }
+  const auto check_separate = [&](const char* name, const Tensor& t, const char* other,
+                                  const Tensor& written) {
+    tpk::ops::check_separate("streamk_gemm", name, t, other, written);
+  };
+  check_separate("a", a, "out", out);
+  check_separate("b", b, "out", out);
+  if (bias.has_value()) check_separate("bias", *bias, "out", out);
+  if (preact.has_value()) {
+    check_separate("out", out, "preact", *preact);
+    check_separate("a", a, "preact", *preact);
+    check_separate("b", b, "preact", *preact);
+  }
   args.activation = parse_activation(activation);
   args.accumulate = accumulate;
   if (p.batch == 0 || p.m == 0 || p.n == 0) return;
@@ -113,7 +124,12 @@ void streamk_gemm(const Tensor& a, const Tensor& b, const std::optional<Tensor>&
     torch::stable::parallel_for(0, threads, 1, [&](int64_t, int64_t) { body(); });
   };
   const tpk::Plan plan = tpk::ops::cpu_plan("streamk_gemm", p, schedule, workers, splits);
-  tpk::cpu::streamk_gemm(args, plan, options);
+  try {
+    tpk::cpu::streamk_gemm(args, plan, options);
+  } catch (const std::bad_alloc&) {
+    TPK_REQUIRE(false, "streamk_gemm: there is no memory for ", plan.schedule.num_slots, " partial tiles of ",
+                plan.tile.bm, " x ", plan.tile.bn, ": take fewer splits, or schedule 'hybrid_first'.");
+  }
 }
 
 }  // namespace

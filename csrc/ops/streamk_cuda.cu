@@ -21,7 +21,7 @@
 #include "kernels/sm80/find_kernel.hpp"
 #include "kernels/sm80/params.hpp"
 #include "kernels/sm80/plan.hpp"
-#include "ops/sentence.hpp"
+#include "ops/arguments.hpp"
 
 namespace {
 
@@ -37,7 +37,9 @@ using tpk::sm80::KernelInfo;
 using tpk::sm80::Operand;
 using tpk::sm80::OperandLayout;
 using tpk::sm80::Output;
+using tpk::sm80::Residency;
 using tpk::sm80::ScalarKind;
+using tpk::sm80::TileId;
 
 constexpr const char* kOp = "tpkernels::streamk_gemm";
 
@@ -49,6 +51,8 @@ void check_shape(const char* name, const Tensor& t, std::initializer_list<int64_
 }
 
 void check_cuda(cudaError_t error, const char* call) {
+  if (error == cudaSuccess) return;
+  (void)cudaGetLastError();  // or the next launch check would report it against an innocent op
   REQUIRE(error == cudaSuccess, call, " failed: ", cudaGetErrorString(error), ".");
 }
 
@@ -164,25 +168,25 @@ class Cache {
     return resident_[key] = count;
   }
 
-  GemmPlan plan(const Problem& p, const DeviceFacts& d, const std::string& schedule, int64_t workers,
-                int64_t splits) {
-    const Key key{p.batch, p.m, p.n, p.k, d.multiprocessors, d.major, schedule, workers, splits};
+  GemmPlan plan(const Problem& p, const DeviceFacts& d, const Residency& r, const std::string& schedule,
+                int64_t workers, int64_t splits) {
+    const Key key{p.batch,  p.m,      p.n,     p.k,   d.multiprocessors, d.major, r.k128x128,
+                  r.k64x64, schedule, workers, splits};
     const std::lock_guard lock(mutex_);
     const auto found = plans_.find(key);
     if (found != plans_.end()) return found->second;
     if (plans_.size() >= kMaxPlans) plans_.clear();
     const tpk::CostConstants& cost = d.major >= 9 ? tpk::kCostSm90 : tpk::kCostSm80;
     try {
-      return plans_[key] = tpk::sm80::plan_gemm(p, d.multiprocessors, cost, schedule, workers, splits);
+      return plans_[key] = tpk::sm80::plan_gemm(p, d.multiprocessors, cost, schedule, workers, splits, r);
     } catch (const std::invalid_argument& error) {
-      plans_.erase(key);
-      REQUIRE(false, error.what());
-      throw;
+      throw std::runtime_error(tpk::ops::sentence(kOp, ": ", error.what()));
     }
   }
 
  private:
-  using Key = std::tuple<int64_t, int64_t, int64_t, int64_t, int, int, std::string, int64_t, int64_t>;
+  using Key = std::tuple<int64_t, int64_t, int64_t, int64_t, int, int, int64_t, int64_t, std::string, int64_t,
+                         int64_t>;
   static constexpr size_t kMaxPlans = 4096;
   std::mutex mutex_;
   std::map<int, DeviceFacts> devices_;
@@ -192,11 +196,7 @@ class Cache {
 
 // Bound of a wait inside the kernel. Waits are for CTAs that already run, so microseconds are usual.
 uint64_t timeout_ns() {
-  static const uint64_t ns = [] {
-    const char* text = std::getenv("TPK_KERNEL_TIMEOUT_S");
-    const double seconds = text != nullptr ? std::atof(text) : 0.0;
-    return static_cast<uint64_t>((seconds > 0.0 ? seconds : 30.0) * 1e9);
-  }();
+  static const uint64_t ns = [] { return static_cast<uint64_t>(tpk::ops::timeout_seconds(30.0) * 1e9); }();
   return ns;
 }
 
@@ -241,13 +241,17 @@ void check_arguments(const Tensor& a, const Tensor& b, const std::optional<Tenso
   }
   REQUIRE(workers >= 0, "workers must be 0 (as many as fit) or more, but it is ", workers, ".");
   REQUIRE(splits >= 1, "splits must be at least 1, but it is ", splits, ".");
-  if (out.numel() > 0) {
-    const char* sentence =
-        " must not share memory with out: it would be read after it was overwritten. Pass another out.";
-    REQUIRE(a.numel() == 0 || a.data_ptr() != out.data_ptr(), "a", sentence);
-    REQUIRE(b.numel() == 0 || b.data_ptr() != out.data_ptr(), "b", sentence);
-    REQUIRE(!bias.has_value() || bias->data_ptr() != out.data_ptr(), "bias", sentence);
-    REQUIRE(!preact.has_value() || preact->data_ptr() != out.data_ptr(), "preact", sentence);
+  const auto check_separate = [&](const char* name, const Tensor& t, const char* other,
+                                  const Tensor& written) {
+    tpk::ops::check_separate(kOp, name, t, other, written);
+  };
+  check_separate("a", a, "out", out);
+  check_separate("b", b, "out", out);
+  if (bias.has_value()) check_separate("bias", *bias, "out", out);
+  if (preact.has_value()) {
+    check_separate("out", out, "preact", *preact);
+    check_separate("a", a, "preact", *preact);
+    check_separate("b", b, "preact", *preact);
   }
 }
 
@@ -290,10 +294,14 @@ void streamk_gemm(const Tensor& a, const Tensor& b, const std::optional<Tensor>&
   const torch::stable::accelerator::DeviceGuard guard(device);
   Cache& cache = Cache::instance();
   const DeviceFacts facts = cache.device(device);
-  const GemmPlan plan = cache.plan(p.problem, facts, schedule, workers, splits);
   const Element element = a.scalar_type() == ScalarType::BFloat16 ? Element::kBf16 : Element::kFp16;
-  const KernelInfo kernel = tpk::sm80::find_kernel(element, layout_a, layout_b, plan.tile);
-  const int64_t resident = cache.resident(device, kernel);
+  const auto kernel_for = [&, a_is = layout_a, b_is = layout_b](TileId tile) {
+    return tpk::sm80::find_kernel(element, a_is, b_is, tile);
+  };
+  const Residency residency{cache.resident(device, kernel_for(TileId::k128x128)),
+                            cache.resident(device, kernel_for(TileId::k64x64))};
+  const GemmPlan plan = cache.plan(p.problem, facts, residency, schedule, workers, splits);
+  const KernelInfo kernel = kernel_for(plan.tile);
   p.schedule = plan.plan.schedule;
   p.order = plan.plan.order;
   p.timeout_ns = timeout_ns();
@@ -312,7 +320,7 @@ void streamk_gemm(const Tensor& a, const Tensor& b, const std::optional<Tensor>&
 
   const cudaStream_t stream = current_stream(device);
   check_cuda(cudaMemsetAsync(base, 0, static_cast<size_t>(partials_at), stream), "cudaMemsetAsync");
-  const int64_t grid = tpk::min64(p.schedule.workers, facts.multiprocessors * resident);
+  const int64_t grid = tpk::min64(p.schedule.workers, facts.multiprocessors * residency.of(plan.tile));
   void* arguments[] = {&p};
   check_cuda(
       cudaLaunchKernel(kernel.function, dim3(static_cast<unsigned>(grid)),

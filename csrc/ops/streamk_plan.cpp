@@ -12,30 +12,33 @@
 
 namespace {
 
-constexpr int64_t kHopperMultiprocessors = 132;
-
-// device: "cpu", or "cuda" (H100 constants), where workers is the number of multiprocessors (0: 132).
+// device: "cpu", or the architecture whose cost constants count. A CUDA plan assumes the residency of the
+// vector kernels; operands that need element loads, and cards with little shared memory, may get another.
 std::tuple<std::string, std::vector<int64_t>, double> streamk_plan(int64_t batch, int64_t m, int64_t n,
                                                                    int64_t k, const std::string& device,
                                                                    const std::string& schedule,
-                                                                   int64_t workers, int64_t splits) {
-  TPK_REQUIRE(device == "cpu" || device == "cuda",
-              "streamk_plan: device must be 'cpu' or 'cuda', but it is '", device, "'.");
+                                                                   int64_t workers, int64_t splits,
+                                                                   int64_t multiprocessors) {
+  const bool sm80 = device == "sm80";
+  TPK_REQUIRE(sm80 || device == "cpu" || device == "cuda" || device == "sm90",
+              "streamk_plan: device must be 'cpu', 'cuda', 'sm80' or 'sm90', but it is '", device, "'.");
   TPK_REQUIRE(batch >= 0 && m >= 0 && n >= 0 && k >= 0,
               "streamk_plan: batch, m, n and k must not be negative, but they are ", batch, ", ", m, ", ", n,
               " and ", k, ".");
+  TPK_REQUIRE(workers >= 0 && multiprocessors >= 0,
+              "streamk_plan: workers and multiprocessors must not be negative, but they are ", workers,
+              " and ", multiprocessors, ".");
   const tpk::Problem p{m, n, k, batch};
   tpk::Plan plan;
   if (device == "cpu") {
     plan = tpk::ops::cpu_plan("streamk_plan", p, schedule, workers, splits);
   } else {
-    TPK_REQUIRE(workers >= 0, "streamk_plan: workers must not be negative, but it is ", workers, ".");
+    const int64_t count = multiprocessors > 0 ? multiprocessors : sm80 ? 108 : 132;
+    const tpk::CostConstants& cost = sm80 ? tpk::kCostSm80 : tpk::kCostSm90;
     try {
-      plan = tpk::sm80::plan_gemm(p, workers > 0 ? workers : kHopperMultiprocessors, tpk::kCostSm90, schedule,
-                                  0, splits)
-                 .plan;
+      plan = tpk::sm80::plan_gemm(p, count, cost, schedule, workers, splits).plan;
     } catch (const std::invalid_argument& error) {
-      TPK_REQUIRE(false, "streamk_plan: ", error.what());
+      throw std::runtime_error(tpk::ops::sentence("streamk_plan: ", error.what()));
     }
   }
   const tpk::Schedule& s = plan.schedule;

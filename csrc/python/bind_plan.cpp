@@ -25,9 +25,20 @@ void bind_plan(py::module_& m) {
       .def_readonly("epilogues", &WorkCounts::epilogues)
       .def_readonly("partials_written", &WorkCounts::partials_written)
       .def_readonly("partials_added", &WorkCounts::partials_added);
-  m.def("count_work", &count_work, py::arg("schedule"), py::arg("worker"));
-  m.def("predict_us", &predict_us, py::arg("schedule"), py::arg("tile"), py::arg("cost"),
-        py::arg("multiprocessors"));
+  m.def(
+      "count_work",
+      [](const Schedule& s, int64_t worker) {
+        detail::check_worker(s, worker);
+        return count_work(s, worker);
+      },
+      py::arg("schedule"), py::arg("worker"));
+  m.def(
+      "predict_us",
+      [](const Schedule& s, const TileShape& t, const CostConstants& c, int64_t multiprocessors) {
+        detail::check_extent("multiprocessors", multiprocessors, 1);
+        return predict_us(s, t, c, multiprocessors);
+      },
+      py::arg("schedule"), py::arg("tile"), py::arg("cost"), py::arg("multiprocessors"));
 
   py::class_<Plan>(m, "Plan")
       .def_readonly("tile", &Plan::tile)

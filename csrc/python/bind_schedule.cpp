@@ -29,10 +29,7 @@ std::vector<Piece> pieces(const Schedule& s) { return {s.pieces, s.pieces + s.nu
 
 // At most limit segments: a worker of a very large problem has more than fit into memory.
 std::vector<Segment> segments(const Schedule& s, int64_t worker, int64_t limit) {
-  if (worker < 0 || worker >= s.workers) {
-    throw std::invalid_argument("worker must lie in [0, " + std::to_string(s.workers) + "), but it is " +
-                                std::to_string(worker) + ".");
-  }
+  detail::check_worker(s, worker);
   std::vector<Segment> out;
   SegmentCursor cursor(s, worker);
   for (Segment segment; (limit < 0 || static_cast<int64_t>(out.size()) < limit) && cursor.next(&segment);) {
@@ -49,6 +46,11 @@ std::vector<int64_t> share_bounds(const Schedule& s, int64_t piece) {
   std::vector<int64_t> bounds;
   for (int64_t i = 0; i <= s.pieces[piece].workers; ++i) bounds.push_back(share_begin(s, s.pieces[piece], i));
   return bounds;
+}
+
+void check_iters(int64_t k_iters, int64_t min_iters) {
+  detail::check_extent("k_iters", k_iters, 1);
+  detail::check_count("min_iters", min_iters);
 }
 
 }  // namespace
@@ -99,9 +101,28 @@ void bind_schedule(py::module_& m) {
         return text + "])";
       });
 
-  m.def("snap_cut", &snap_cut, py::arg("cut"), py::arg("k_iters"), py::arg("min_iters"));
-  m.def("snap_slack", &snap_slack, py::arg("k_iters"), py::arg("min_iters"));
-  m.def("least_share", &least_share, py::arg("k_iters"), py::arg("min_iters"));
+  m.def(
+      "snap_cut",
+      [](int64_t cut, int64_t k_iters, int64_t min_iters) {
+        detail::check_extent("cut", cut, 0);
+        check_iters(k_iters, min_iters);
+        return snap_cut(cut, k_iters, min_iters);
+      },
+      py::arg("cut"), py::arg("k_iters"), py::arg("min_iters"));
+  m.def(
+      "snap_slack",
+      [](int64_t k_iters, int64_t min_iters) {
+        check_iters(k_iters, min_iters);
+        return snap_slack(k_iters, min_iters);
+      },
+      py::arg("k_iters"), py::arg("min_iters"));
+  m.def(
+      "least_share",
+      [](int64_t k_iters, int64_t min_iters) {
+        check_iters(k_iters, min_iters);
+        return least_share(k_iters, min_iters);
+      },
+      py::arg("k_iters"), py::arg("min_iters"));
   std::vector<std::string> kinds;
   for (int i = 0; i < kNumScheduleKinds; ++i) kinds.emplace_back(name(static_cast<ScheduleKind>(i)));
   m.attr("SCHEDULE_KINDS") = py::tuple(py::cast(kinds));

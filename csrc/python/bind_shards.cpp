@@ -34,6 +34,35 @@ void check_tile_row(const ShardMap& map, int64_t tile_row, int64_t bm) {
   }
 }
 
+void check_world(int64_t world) {
+  if (world < 1 || world > kMaxWorld) {
+    throw std::invalid_argument("world must lie between 1 and " + std::to_string(kMaxWorld) + ", but it is " +
+                                std::to_string(world) + ".");
+  }
+}
+
+template <int64_t (*kClass)(int64_t, int64_t, int64_t)>
+int64_t shard_class(int64_t shard, int64_t rank, int64_t world) {
+  check_world(world);
+  if (shard < 0 || shard >= world || rank < 0 || rank >= world) {
+    throw std::invalid_argument("shard and rank must lie in [0, " + std::to_string(world) +
+                                "), but they are " + std::to_string(shard) + " and " + std::to_string(rank) +
+                                ".");
+  }
+  return kClass(shard, rank, world);
+}
+
+Pair checked_slabs_of_iters(const Chunks& c, int64_t k_begin, int64_t k_end, int64_t bk) {
+  detail::check_count("bk", bk);
+  const int64_t k_iters = max64(1, ceil_div(c.k, bk));
+  if (k_begin < 0 || k_end < k_begin || k_end > k_iters) {
+    throw std::invalid_argument(
+        "k_begin and k_end must be iterations, 0 <= k_begin <= k_end <= " + std::to_string(k_iters) +
+        ", but they are " + std::to_string(k_begin) + " and " + std::to_string(k_end) + ".");
+  }
+  return pair(slabs_of_iters(c, k_begin, k_end, bk));
+}
+
 }  // namespace
 
 void bind_shards(py::module_& m) {
@@ -87,15 +116,14 @@ void bind_shards(py::module_& m) {
   m.def(
       "even_shards",
       [](int64_t total, int64_t world) {
-        if (total < 0 || world < 1) {
-          throw std::invalid_argument("total must not be negative and world at least 1, but they are " +
-                                      std::to_string(total) + " and " + std::to_string(world) + ".");
-        }
+        detail::check_extent("total", total, 0);
+        check_world(world);
         return even_shards(total, world);
       },
       py::arg("total"), py::arg("world"));
-  m.def("arrival_class", &arrival_class, py::arg("shard"), py::arg("rank"), py::arg("world"));
-  m.def("departure_class", &departure_class, py::arg("shard"), py::arg("rank"), py::arg("world"));
+  m.def("arrival_class", &shard_class<arrival_class>, py::arg("shard"), py::arg("rank"), py::arg("world"));
+  m.def("departure_class", &shard_class<departure_class>, py::arg("shard"), py::arg("rank"),
+        py::arg("world"));
   m.def(
       "shards_of_tile_row",
       [](const std::vector<int64_t>& sizes, int64_t tile_row, int64_t bm) {
@@ -119,12 +147,7 @@ void bind_shards(py::module_& m) {
             return pair(row_chunks_of_tile_row(c, tile_row, bm));
           },
           py::arg("tile_row"), py::arg("bm"))
-      .def(
-          "slabs_of_iters",
-          [](const Chunks& c, int64_t k_begin, int64_t k_end, int64_t bk) {
-            return pair(slabs_of_iters(c, k_begin, k_end, bk));
-          },
-          py::arg("k_begin"), py::arg("k_end"), py::arg("bk"));
+      .def("slabs_of_iters", &checked_slabs_of_iters, py::arg("k_begin"), py::arg("k_end"), py::arg("bk"));
 }
 
 }  // namespace tpk::python

@@ -116,6 +116,8 @@ def test_defaults_with_gpus(monkeypatch: pytest.MonkeyPatch, gpus: int, tp: int)
         (["--batch", "-1"], "--batch must be at least 1"),
         (["--seq", "2"], "--seq must be at least 8"),
         (["--lr", "nan"], "--lr must be greater than 0"),
+        (["--lr", "inf"], "--lr must be greater than 0 and finite, got inf"),
+        (["--seed", str(1 << 63)], "--seed must be less than 2**63"),
         (["--steps", "many"], "argument --steps: invalid int value"),
         (["--frobnicate"], "unrecognized arguments: --frobnicate"),
     ],
@@ -209,6 +211,11 @@ def test_not_a_number_never_passes(bad: float) -> None:
     worst = verify.largest_difference({"x": torch.tensor([bad])}, {"x": torch.tensor([1.0])})
     with pytest.raises(DisagreementError):
         worst.check("weight", 1e30)
+
+
+def test_two_losses_that_are_not_numbers_are_not_blamed_on_the_sharding() -> None:
+    with pytest.raises(DisagreementError, match="not a number, sharded and unsharded alike"):
+        verify.check_loss(0, math.nan, math.nan, settings.tolerance("float32"))
 
 
 # --- optimizer ---
@@ -339,3 +346,29 @@ def test_damaged_or_missing_checkpoints_are_sentences(
         assert "damaged or does not fit" in capsys.readouterr().err
     (tmp_path / "model.pt").write_bytes(b"nonsense")
     assert dense.main([str(tmp_path)]) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--device", "foo"], "--device foo is unknown"),
+        (["--device", "meta"], "--device meta is unknown"),
+        (["--device", "cuda"], "--device cuda was asked for, but PyTorch finds no CUDA GPU here"),
+        (["--length", "-1"], "--length must be at least 0, got -1"),
+        (["--temperature", "nan"], "--temperature must be 0 or more and finite, got nan"),
+        (["--seed", str(1 << 63)], "--seed must be from 0 to 2**63 - 1"),
+    ],
+)
+def test_wrong_options_of_the_sampler_are_sentences(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    options: list[str],
+    sentence: str,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    output.save_checkpoint(tmp_path, SMALL, dense.DenseModel(SMALL).state_dict())
+    assert dense.main([str(tmp_path), *options]) == 1
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"error: {sentence}")
+    assert captured.err.count("\n") == 1

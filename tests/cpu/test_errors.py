@@ -52,7 +52,7 @@ a, b = torch.randn(3, 4), torch.randn(4, 5)
         (
             lambda: tpk.matmul(a, b, accumulate_into=torch.zeros(1, 5).expand(3, 5)),
             errors.AliasError,
-            ["accumulate_into", "expanded"],
+            ["accumulate_into", "distinct", "[0, 1]"],
         ),
         (lambda: tpk.explain("gemm", a, b), errors.ArgumentError, ["op", "'gemm'"]),
         (lambda: tpk.all_gather_matmul(a, b, "nowhere"), errors.GroupError, ["group", "'nowhere'"]),
@@ -98,3 +98,76 @@ def test_errors_hold_under_compile():
     compiled = torch.compile(lambda x, y: tpk.matmul(x, y), backend="eager")
     with pytest.raises(Exception, match="expected 4 rows"):
         compiled(a, b.t())
+
+
+def test_numpy_views_of_one_array_are_aliases():
+    """Through DLPack each view has a storage of its own; only addresses tell."""
+    np = pytest.importorskip("numpy")
+    rows = np.random.randn(96, 8).astype("f4")
+    weight = torch.randn(8, 8)
+    for path in ("blas", "streamk"):
+        with pytest.raises(errors.AliasError, match="shares memory with a"):
+            tpk.matmul(rows[:64], weight, accumulate_into=rows[32:96], path=path)
+    columns = np.random.randn(16, 16).astype("f4")
+    with pytest.raises(errors.AliasError):
+        tpk.matmul(columns[:, :9], torch.randn(9, 8), accumulate_into=columns[:, 8:])
+    expected = columns[:, 8:] + columns[:, :8] @ weight.numpy()
+    for path in ("blas", "streamk"):  # neighbouring columns are separate memory
+        acc = columns.copy()
+        tpk.matmul(acc[:, :8], weight, accumulate_into=acc[:, 8:], path=path)
+        assert np.allclose(acc[:, 8:], expected, atol=1e-4)
+
+
+def test_an_accumulator_that_overlaps_itself():
+    acc = torch.zeros(20).as_strided((4, 4), (1, 1))
+    with pytest.raises(errors.AliasError, match="several share memory"):
+        tpk.matmul(torch.ones(4, 1), torch.ones(1, 4), accumulate_into=acc)
+
+
+def test_the_kernel_op_refuses_aliases_too():
+    x, w = torch.randn(1, 8, 8), torch.randn(1, 8, 8)
+    gemm = torch.ops.tpkernels.streamk_gemm
+    before = x.clone()
+    with pytest.raises(RuntimeError, match="a must not share memory with out"):
+        gemm(x, w, None, x, None, "none", False)
+    out = torch.empty(1, 8, 8)
+    with pytest.raises(RuntimeError, match="out must not share memory with preact"):
+        gemm(x, w, None, out, out, "none", False)
+    buffer = torch.randn(1, 12, 8)
+    with pytest.raises(RuntimeError, match="a must not share memory with out"):
+        gemm(buffer[:, :8], w, None, buffer[:, 4:], None, "none", False)
+    assert torch.equal(x, before)
+
+
+def test_arrays_that_dlpack_cannot_share():
+    np = pytest.importorskip("numpy")
+    for array in (np.ones((4, 3))[::-1], np.ones((4, 3), dtype=">f4"), np.ones((4, 3), dtype=object)):
+        with pytest.raises(errors.DTypeError, match="a: the ndarray cannot be shared through DLPack"):
+            tpk.matmul(array, torch.ones(3, 2, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    "options,word",
+    [
+        ({"activation": 3}, "activation: expected str or None, got 3"),
+        ({"path": None}, "path: expected str, got None"),
+        ({"out_dtype": "float32"}, "out_dtype: expected dtype or None, got 'float32'"),
+    ],
+)
+def test_types_of_options(options, word):
+    with pytest.raises(errors.DTypeError, match=word):
+        tpk.matmul(a, b, **options)
+
+
+def test_shard_sizes_refuses_nonsense():
+    for total in (-5, 5.5):
+        with pytest.raises(errors.ArgumentError, match="total: expected an integer"):
+            tpk.shard_sizes(total, 2)
+
+
+def test_kernel_timeout_must_be_a_number(monkeypatch):
+    monkeypatch.setenv("TPK_KERNEL_TIMEOUT_S", "soon")
+    with pytest.raises(RuntimeError, match="TPK_KERNEL_TIMEOUT_S must be a number of seconds"):
+        tpk.matmul(a, b, path="streamk")
+    monkeypatch.setenv("TPK_KERNEL_TIMEOUT_S", "1e30")
+    assert torch.allclose(tpk.matmul(a, b, path="streamk"), a @ b, atol=1e-5)

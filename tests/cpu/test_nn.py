@@ -176,3 +176,26 @@ def test_rotary_turns_by_the_position() -> None:
             )
             assert complex(y[0, position, i], y[0, position, i + 3]) == pytest.approx(turned, abs=1e-6)
     assert tnn.apply_rotary(x.bfloat16(), cos, sin).dtype == torch.bfloat16
+
+
+def test_state_that_cannot_be_loaded_is_refused_before_anything_is_written() -> None:
+    model = nn.Linear(3, 2)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    weight, bias = torch.ones(2, 3), torch.ones(2)
+    for bad, sentence in (
+        (bias.to("meta"), r"state: 'bias' must have values, but it is on the meta device"),
+        ([1.0, 2.0], r"state: 'bias' must be a tensor, but it is of type list"),
+        (bias.to_sparse(), r"state: 'bias' must be a dense tensor, but its layout is torch.sparse_coo"),
+    ):
+        with pytest.raises(ArgumentError, match=sentence):
+            tnn.load_full_state_dict(model, {"weight": weight, "bias": bad})
+        assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    with pytest.raises(ArgumentError, match=r"module: 'weight' is on the meta device .*to_empty"):
+        tnn.load_full_state_dict(nn.Linear(3, 2, device="meta"), {"weight": weight, "bias": bias})
+    tnn.load_full_state_dict(model, {"weight": weight, "bias": bias})
+    assert torch.equal(model.bias, bias)
+
+
+def test_no_layers_for_one_gather() -> None:
+    with pytest.raises(ArgumentError, match=r"layers: at least one column-parallel layer is needed"):
+        tnn.column_parallel((), torch.ones(2, 3))

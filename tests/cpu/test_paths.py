@@ -72,7 +72,7 @@ def test_last_path_is_seen_from_other_threads():
 )
 def test_parse(path, device, expected, monkeypatch):
     monkeypatch.delenv("TPK_PATH", raising=False)
-    assert _paths.parse(path, device, distributed=True) == expected
+    assert _paths.parse(path, device, distributed=True)[:2] == expected
 
 
 @pytest.mark.parametrize("path", ["", "nccl+gloo", "streamk+blas", "NCCL", "nccl+", "cublas"])
@@ -123,3 +123,32 @@ def test_shard_sizes():
             assert [s for s in sizes if s] == [c for c in chunks if c]
     with pytest.raises(ArgumentError, match="world"):
         tpk.shard_sizes(3, 0)
+
+
+def test_an_empty_environment_variable_means_auto(monkeypatch):
+    monkeypatch.setenv("TPK_PATH", "")
+    tpk.matmul(torch.randn(2, 3), torch.randn(3, 4))
+    assert tpk.last_path().path == "blas"
+
+
+def test_explain_checks_as_the_operation_does():
+    a, b = torch.randn(2, 3), torch.randn(3, 4)
+    with pytest.raises(tpk.errors.ShapeError, match="b: expected 3 rows"):
+        tpk.explain("matmul", a, b.t())
+    with pytest.raises(tpk.errors.ShapeError, match="bias"):
+        tpk.explain("matmul", a, b, bias=torch.randn(9))
+    with pytest.raises(TypeError, match="gatherdim"):
+        tpk.explain("matmul", a, b, gatherdim=7)
+    with pytest.raises(ArgumentError, match="b: expected at least one tensor"):
+        tpk.explain("matmul", a, [])
+    assert tpk.explain("matmul", a.numpy(), b.numpy()).path == "blas"
+
+
+def test_plans_by_architecture():
+    plan = torch.ops.tpkernels.streamk_plan
+    assert plan(1, 1024, 1024, 65536, "cuda") == plan(1, 1024, 1024, 65536, "sm90", "auto", 0, 1, 132)
+    assert (
+        plan(1, 4096, 4096, 4096, "sm80", "stream_k", 8)[1][5] == 8
+    )  # workers are tickets, as in streamk_gemm
+    with pytest.raises(RuntimeError, match="device must be 'cpu', 'cuda', 'sm80' or 'sm90'"):
+        plan(1, 8, 8, 8, "sm70")

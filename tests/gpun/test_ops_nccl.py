@@ -49,6 +49,7 @@ def test_sums_are_bitwise_defined(gpu_ranks, rows, cols, world):
         op_behaviour.check_cuda_graph,
         op_behaviour.check_side_stream,
         op_behaviour.check_disagreement,
+        op_behaviour.check_autocast,
     ],
 )
 def test_check(gpu_ranks, check):

@@ -126,7 +126,7 @@ def test_build_info_is_json() -> None:
         ({"activation": "swish"}, "activation must be one of none, relu"),
         ({"schedule": "foo"}, "schedule must be one of data_parallel"),
         ({"workers": -1}, "workers must not be negative"),
-        ({"schedule": "split_k", "splits": 0}, "splits must lie between 1 and"),
+        ({"schedule": "split_k", "splits": 0}, "splits must (lie between 1 and|be at least 1)"),
         ({"a": torch.ones(1, 2, 3).int(), "b": torch.ones(1, 3, 5).int()}, "a must be float64, float32"),
     ],
 )

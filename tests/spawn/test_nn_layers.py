@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import pytest
 import torch
 from nn_dense import close, layouts, part
@@ -139,6 +142,16 @@ def check_errors(ctx: RankContext) -> None:
     def wide() -> nn.Module:
         return make(tnn.ColumnParallelLinear, 9, 12)
 
+    ids, logits = torch.tensor([1, 2, 0]), torch.randn(3, share)
+
+    def loss(sizes: object = 12, **kinds: object) -> Tensor:
+        return tnn.vocab_parallel_cross_entropy(logits, ids, group, sizes, **kinds)
+
+    for sizes in (np.int64(12), [np.int32(share)] * ctx.world):
+        assert torch.equal(loss(sizes, ignore_index=np.int64(2)), loss(ignore_index=2))
+    pair = [tnn.ColumnParallelLinear(8, 12, group=group, activation=a) for a in (None, "none")]
+    assert len(tnn.column_parallel(pair, x)) == 2
+
     linear, row, attention = tnn.ColumnParallelLinear, tnn.RowParallelLinear, tnn.ParallelAttention
     cases = [
         (lambda: column(torch.randn(3, 7)), r"x: .* must be 8 \(in_features\).*\[3, 7\]"),
@@ -160,6 +173,19 @@ def check_errors(ctx: RankContext) -> None:
         (lambda: make(attention, 24, 7), r"heads: 24 hidden features are not a multiple of 7 heads"),
         (lambda: make(attention, 24, 12)(torch.randn(3, 24)), r"x: attention takes three dimensions"),
         (lambda: tnn.column_parallel([column, wide()], x), r"one in_features, but it is 8 in one and 9 in"),
+        (lambda: column(torch.randn(8)), r"x: ColumnParallelLinear takes at least 2 dimensions.*\[8\]"),
+        (lambda: make(row, 8, 12)(torch.randn(8)), r"x: RowParallelLinear takes at least 2 dimensions"),
+        (lambda: make(attention, 32, 0), r"heads: attention needs at least 1, but it is 0"),
+        (
+            lambda: make(tnn.VocabParallelEmbedding, 9, 4, sequence_parallel=True, sequence_dim=-1),
+            r"sequence_dim: it counts from the front",
+        ),
+        (
+            lambda: make(tnn.VocabParallelEmbedding, 9, 4, sequence_parallel=True, sequence_dim=1)(ids),
+            r"ids: .* along dimension 1, so ids must have more than 1 dimensions",
+        ),
+        (lambda: loss(ignore_index=None), r"ignore_index: it must be an integer, but it is None"),
+        (lambda: loss(1.5), r"vocab_sizes: it must be the size of the whole vocabulary"),
     ]
     if ctx.world > 1:
         cases.append(
@@ -175,6 +201,72 @@ def check_errors(ctx: RankContext) -> None:
         tnn.RMSNorm(8, group="no such group")
     mesh = DeviceMesh.from_group(group, "cpu")
     assert tnn.RMSNorm(8, group=mesh).group_name == ctx.group_name
+
+
+def check_one_wrong_rank(ctx: RankContext) -> None:
+    """What a layer finds wrong on one rank is an error on all of them, under TPK_CHECK, and the group still works."""
+    if ctx.world == 1:
+        return
+    kinds = {"group": ctx.group, "sequence_parallel": True}
+    wrong = ctx.rank == 0
+    column, row = tnn.ColumnParallelLinear(8, 12, **kinds), tnn.RowParallelLinear(12, 8, **kinds)
+    norm, attention = tnn.RMSNorm(8, **kinds), tnn.ParallelAttention(24, 12, **kinds)
+    embedding = tnn.VocabParallelEmbedding(9, 4, group=ctx.group)
+    held = row.in_sizes[ctx.rank]
+    share = tpk.shard_sizes(9, ctx.world)[ctx.rank]
+    rows = 2 * ctx.world
+
+    def loss(targets: list[int], **others: object) -> Tensor:
+        logits = torch.zeros(2, share)
+        return tnn.vocab_parallel_cross_entropy(logits, torch.tensor(targets), ctx.group, 9, **others)
+
+    for action in (
+        lambda odd: column(torch.randn(2, 2, 7 if odd else 8)),
+        lambda odd: column(torch.randn(2, 2, 8), [9] if odd else None),
+        lambda odd: row(torch.randn(rows, held + 1 if odd else held)),
+        lambda odd: norm(torch.randn(2, 7 if odd else 8)),
+        lambda odd: attention(torch.randn(*((2, 24) if odd else (2, 2, 24)))),
+        lambda odd: embedding(torch.tensor([3, 9 if odd else 8])),
+        lambda odd: loss([1, 9 if odd else 2]),
+        lambda odd: loss([1, 2], reduction="sum" if odd else "mean"),
+        lambda odd: tnn.column_parallel(
+            [column, tnn.ColumnParallelLinear(8, 12, group=ctx.group, sequence_parallel=not odd)],
+            torch.randn(2, 2, 8),
+        ),
+    ):
+        kind = tpk.errors.ArgumentError if wrong else tpk.errors.MismatchError
+        with pytest.raises(kind) as caught:
+            action(wrong)
+        assert wrong or "rank 0 raised" in str(caught.value)
+        action(False)
+    with pytest.raises(tpk.errors.MismatchError, match="checksum of targets"):
+        loss([1, 3 if wrong else 2])
+    assert loss([1, 2]).item() == pytest.approx(math.log(9))
+
+
+def check_autocast_block(ctx: RankContext) -> None:
+    """The residual stream stays float32 under autocast, as x + nn.Linear(x) does."""
+    for sp in (False, True):
+        block = tnn.ParallelTransformerBlock(48, 64, 12, 12, group=ctx.group, sequence_parallel=sp, bias=True)
+        x = torch.randn(2 * ctx.world, 2, 48)
+        x = x[2 * ctx.rank :][:2] if sp else x
+        outs = []
+        for on in (False, True):
+            block.zero_grad(set_to_none=True)
+            xi = x.clone().requires_grad_()
+            with torch.autocast("cpu", torch.bfloat16, enabled=on):
+                y = block(xi)
+            assert y.dtype == torch.float32
+            y.square().mean().backward()
+            outs.append([y, xi.grad, *(p.grad for p in block.parameters())])
+        for fine, coarse in zip(*outs, strict=True):
+            assert coarse.dtype == torch.float32
+            error = (fine - coarse).norm() / fine.norm().clamp_min(1e-30)
+            assert error < 0.03, f"the block under autocast is off by {error:.3g}"
+        assert not torch.equal(outs[0][0], outs[1][0])
+        row = tnn.RowParallelLinear(12, 8, group=ctx.group, sequence_parallel=sp)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert row(torch.randn(2 * ctx.world, row.in_sizes[ctx.rank])).dtype == torch.bfloat16
 
 
 def check_bfloat16_block(ctx: RankContext) -> None:
@@ -247,6 +339,8 @@ CHECKS = {
         check_embedding,
         check_loss,
         check_errors,
+        check_one_wrong_rank,
+        check_autocast_block,
         check_bfloat16_block,
         check_bfloat16,
     )

@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.utils.checkpoint
 from nn_dense import VOCAB, DenseLM, ParallelLM, assert_grads, perturb, shard_of
 from torch.nn import functional as F
@@ -150,6 +151,13 @@ def round_trip(ctx: RankContext, saved: dict[str, torch.Tensor] | None) -> dict[
         copy.deepcopy(model).float(),
     ):
         assert [tnn.placement_of(p) for p in other.parameters()] == placements
+    assigned = ParallelLM(ctx.group_name, **kinds).to("meta")
+    assigned.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
+    assert [tnn.placement_of(p) for p in assigned.parameters()] == placements
+    assigned.head.weight = torch.nn.Parameter(assigned.head.weight.detach().clone())
+    assert tnn.placement_of(assigned.head.weight) == tnn.placement_of(model.head.weight)
+    for name, full in tnn.full_state_dict(assigned).items():
+        assert torch.equal(full, state[name])
     tnn.load_full_state_dict(meta, state)
     assert all(torch.equal(a, b) for a, b in zip(meta.parameters(), model.parameters(), strict=True))
 
@@ -177,6 +185,34 @@ def test_state_dict_survives_any_change_of_world(ranks: RankPool) -> None:
         for other in states:
             assert other.keys() == first.keys()
             assert all(torch.equal(other[k], first[k]) for k in first)
+
+
+def norm_over_two_groups(ctx: RankContext) -> None:
+    """Two data-parallel replicas of two ranks each: the norm is over the replica's group, named or not."""
+    group, _ = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])
+    layer = tnn.ColumnParallelLinear(4, 6, group=group, dtype=torch.float64)
+    norm = tnn.RMSNorm(6, group=group, dtype=torch.float64)
+    both = [*layer.parameters(), *norm.parameters()]
+    for p in both:
+        p.grad = torch.ones_like(p)
+    expected = (4 * 6 + 6 + 6) ** 0.5
+    for given in ((), (group,)):
+        assert tnn.grad_norm(both, *given).item() == pytest.approx(expected, rel=1e-12)
+    assert tnn.grad_norm(norm.weight).item() == pytest.approx(6**0.5, rel=1e-12)
+    with pytest.raises(
+        tpk.errors.GroupError, match=r"group: it must be the group that the parameters are cut over"
+    ):
+        tnn.clip_grad_norm_(both, 1.0, ctx.group)
+    other = tnn.ColumnParallelLinear(4, 6, group=ctx.group)
+    with pytest.raises(tpk.errors.GroupError, match=r"parameters: they must be laid out over one group"):
+        tnn.grad_norm([*both, *other.parameters()])
+    assert tnn.clip_grad_norm_(both, 1.0).item() == pytest.approx(expected, rel=1e-12)
+    assert tnn.grad_norm(both).item() == pytest.approx(1.0, rel=1e-5)
+    dist.destroy_process_group(group)
+
+
+def test_norm_is_over_the_group_of_the_parameters(ranks: RankPool) -> None:
+    ranks.run(norm_over_two_groups, world=4)
 
 
 def compiled(ctx: RankContext, backend: str, cases: list[dict[str, object]], dynamic: bool | None) -> None:

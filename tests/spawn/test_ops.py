@@ -87,3 +87,11 @@ def test_compiler(ranks, check):
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16", "float16"])
 def test_against_the_numpy_reference(ranks, seed, dtype, world):
     ranks.run(on_device, op_checks.check_reference, seed, dtype, world=world)
+
+
+def test_autocast(ranks):
+    ranks.run(on_device, op_behaviour.check_autocast, world=2)
+
+
+def test_one_rank(ranks):
+    ranks.run(on_device, op_behaviour.check_one_rank, world=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
 import os
 import tempfile
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from tpkernels.ops._paths import parse as parse_path
 from tpkernels.ops._paths import streamk_missing
 
 from .config import DTYPES, SIZES, RunConfig, check_divisible, fitting_ranks
+from .dense import SEEDS
 from .errors import DemoError
 from .launch import under_torchrun
 
@@ -121,8 +123,10 @@ def resolve(options: argparse.Namespace) -> RunConfig:
         sequence_parallel=options.sequence_parallel,
         sample_bytes=_at_least("--sample", options.sample, 120, 0),
     )
-    if not config.lr > 0:
-        raise DemoError(f"--lr must be greater than 0, got {config.lr:g}.")
+    if not 0 < config.lr < math.inf:
+        raise DemoError(f"--lr must be greater than 0 and finite, got {config.lr:g}.")
+    if config.seed >= SEEDS:
+        raise DemoError(f"--seed must be less than 2**63, got {config.seed}.")
     _check_packages()
     return config
 

@@ -5,8 +5,8 @@ else, so it may be copied away and run on its own::
 
     python -m tpkernels.demo.dense demo-out "def main("     # or: python dense.py demo-out "def main("
 
-CKPT is the folder that the demo wrote (``config.json`` and ``model.pt``). Parameter names equal those of the gathered
-state dict of the tensor-parallel model.
+demo-out is the folder that the demo wrote (``config.json`` and ``model.pt``). Parameter names equal those of the
+gathered state dict of the tensor-parallel model.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import pickle
 import sys
 from pathlib import Path
@@ -24,6 +25,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 __all__ = ["DenseModel", "ModelConfig", "generate", "load_checkpoint", "main", "rotary_angles"]
+
+SEEDS = 1 << 63  # of torch.Generator, from 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,6 +243,28 @@ def load_checkpoint(path: str | Path, device: torch.device | str = "cpu") -> Den
     return model.to(device).eval()
 
 
+def _check(options: argparse.Namespace) -> None:
+    """Raises ValueError with a sentence for an option that cannot be."""
+    if options.length < 0:
+        raise ValueError(f"--length must be at least 0, got {options.length}.")
+    if not 0 <= options.temperature < math.inf:
+        raise ValueError(f"--temperature must be 0 or more and finite, got {options.temperature:g}.")
+    if not 0 <= options.seed < SEEDS:
+        raise ValueError(f"--seed must be from 0 to 2**63 - 1, got {options.seed}.")
+    try:
+        kind = torch.device(options.device)
+    except RuntimeError:
+        kind = None
+    if kind is None or kind.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device {options.device} is unknown; choose cpu, cuda, cuda:1 and so on.")
+    found = torch.cuda.device_count()
+    if kind.type == "cuda" and (kind.index or 0) >= found:
+        gpus = "no CUDA GPU" if found == 0 else f"{found} CUDA GPU{'s' if found > 1 else ''}"
+        raise ValueError(
+            f"--device {options.device} was asked for, but PyTorch finds {gpus} here; use --device cpu."
+        )
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Loads a checkpoint and prints the prompt with its continuation; returns the exit code."""
     parser = argparse.ArgumentParser(
@@ -255,6 +280,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1 ... (default: %(default)s)")
     options = parser.parse_args(arguments)
     try:
+        _check(options)
         model = load_checkpoint(options.checkpoint, options.device)
     except (OSError, ValueError) as e:
         print(f"error: {e}", file=sys.stderr)

@@ -7,8 +7,6 @@ number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -18,7 +16,6 @@ from tpkernels.nn import (
     ColumnParallelLinear,
     ParallelTransformerBlock,
     RMSNorm,
-    Shard,
     VocabParallelEmbedding,
     placement_of,
     rotary_tables,
@@ -27,7 +24,7 @@ from tpkernels.nn import (
 
 from .dense import ModelConfig
 
-__all__ = ["ParallelModel", "count_parameters", "explain_first_product", "full_tensors"]
+__all__ = ["ParallelModel", "count_parameters", "explain_first_product"]
 
 
 class ParallelModel(nn.Module):
@@ -98,20 +95,6 @@ class ParallelModel(nn.Module):
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy in nats per byte, the same bits on every rank; logits are never gathered."""
         return vocab_parallel_cross_entropy(self._local_logits(tokens), targets.t(), None, self.config.vocab)
-
-
-@torch.no_grad()
-def full_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Gathers weights or gradients, sharded as the parameters of the same names are; all ranks call it."""
-    full: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
-        placement, tensor = placement_of(parameter), tensors[name]
-        if isinstance(placement, Shard):
-            tensor = tpk.regions.all_gather(
-                tensor, placement.dim, placement.group_name, shard_sizes=list(placement.sizes)
-            )
-        full[name] = tensor
-    return full
 
 
 def count_parameters(model: nn.Module) -> int:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import tpkernels as tpk
+from tpkernels.ops import _agreement
 
 from .config import RunConfig, model_config, tolerance
 from .dense import generate
@@ -108,7 +109,7 @@ def _comparison(config: RunConfig) -> str:
 
 
 def _show(config: RunConfig, reporter: Reporter, outcome: Outcome, explanation: str) -> None:
-    checking = "on" if os.environ.get("TPK_CHECK", "0") not in ("", "0") else "off"
+    checking = "on" if _agreement.enabled() else "off"
     reporter.paths(
         outcome.paths,
         f"agreement of the ranks is checked at every call: {checking} (TPK_CHECK)\n\n{explanation}\n",

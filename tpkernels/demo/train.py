@@ -5,20 +5,20 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import tpkernels as tpk
-from tpkernels.nn import grad_norm, init_weights_
+from tpkernels.nn import full_tensors, grad_norm, init_weights_
 
 from . import data
 from .config import RunConfig, model_config, tolerance
 from .dense import DenseModel
 from .errors import DemoError, DisagreementError
-from .model import ParallelModel, full_tensors
+from .model import ParallelModel
 from .optim import Optimizer, dense_norm, learning_rate
 from .output import MetricsFile
 from .paths import path_rows
@@ -125,7 +125,7 @@ class Trainer:
             loss = self.loss_of(tokens, targets)
         with tpk.record_paths() as backward:
             self.optimizer.scale_loss(loss).backward()
-        gradients = full_tensors(self.model, self.optimizer.gradients()) if step == 0 and c.dense else {}
+        gradients = self._full(self.optimizer.gradients()) if step == 0 and c.dense else {}
         norm = self.optimizer.step(rate)
         value = float(loss.detach())
         speed = tokens.numel() / (time.perf_counter() - began)
@@ -177,7 +177,7 @@ class Trainer:
         """Compares the weights; the twin goes on from those of the sharded model, see ``config.Tolerance``."""
         if not self.config.dense:
             return
-        state = {key: full_tensors(self.model, tensors) for key, tensors in self.optimizer.state().items()}
+        state = {key: self._full(tensors) for key, tensors in self.optimizer.state().items()}
 
         def compare() -> None:
             if self.twin is not None:
@@ -206,9 +206,13 @@ class Trainer:
 
         self._judge(compare)
 
+    def _full(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Gathers what is cut as the parameters of the same names are; all ranks call it."""
+        return full_tensors(tensors, dict(self.model.named_parameters()))
+
     def full_weights(self) -> dict[str, Tensor]:
         """The gathered parameters, on every rank."""
-        return full_tensors(self.model, {name: p.detach() for name, p in self.model.named_parameters()})
+        return self._full(dict(self.model.named_parameters()))
 
     def _judge(self, check: Callable[[], None]) -> None:
         """Runs ``check`` everywhere; what it raises on the first rank is raised on every rank."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 
 import torch
@@ -56,6 +57,11 @@ def largest_difference(actual: Mapping[str, Tensor], expected: Mapping[str, Tens
 
 def check_loss(step: int, loss: float, dense_loss: float, limit: Tolerance) -> float:
     """The absolute difference; raises DisagreementError where it exceeds ``limit.loss`` or is not a number."""
+    if math.isnan(loss) and math.isnan(dense_loss):
+        raise DisagreementError(
+            f"at step {step + 1} the loss is not a number, sharded and unsharded alike; try a smaller --lr or another "
+            "--dtype."
+        )
     difference = abs(loss - dense_loss)
     if not difference <= limit.loss:
         raise DisagreementError(

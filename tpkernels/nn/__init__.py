@@ -27,7 +27,7 @@ from tpkernels.nn.mlp import ParallelMLP
 from tpkernels.nn.norm import RMSNorm
 from tpkernels.nn.rotary import apply_rotary, rotary_tables
 from tpkernels.nn.sharding import ParallelModule, Placement, Replicated, Shard, placement_of
-from tpkernels.nn.state import full_state_dict, load_full_state_dict
+from tpkernels.nn.state import full_state_dict, full_tensors, load_full_state_dict
 from tpkernels.nn.weights import init_parameter_, init_weights_
 
 __all__ = [
@@ -47,6 +47,7 @@ __all__ = [
     "clip_grad_norm_",
     "column_parallel",
     "full_state_dict",
+    "full_tensors",
     "grad_norm",
     "init",
     "init_parameter_",

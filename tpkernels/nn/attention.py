@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tpkernels.errors import ArgumentError
+from tpkernels.nn._checks import agreed
 from tpkernels.nn.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
 from tpkernels.nn.rotary import apply_rotary, rotary_tables
 from tpkernels.nn.sharding import GroupLike
@@ -59,8 +60,7 @@ class ParallelAttention(nn.Module):
             is off.
     Shape:
         x: [S, B, hidden] (sequence_dim 0) or [B, S, hidden] (sequence_dim 1) -> the same; under
-            sequence_parallel this rank's part of
-        the sequence, in and out.
+            sequence_parallel this rank's part of the sequence, in and out.
     Raises:
         ArgumentError: head counts that do not divide, naming them; x of another shape.
     """
@@ -92,7 +92,9 @@ class ParallelAttention(nn.Module):
                 f"sequence_dim: attention takes 0 for [S, B, H] or 1 for [B, S, H], but it is {sequence_dim}."
             )
         kv_heads = heads if kv_heads is None else kv_heads
-        if head_dim is None and hidden % max(1, heads):
+        if heads < 1:
+            raise ArgumentError(f"heads: attention needs at least 1, but it is {heads}.")
+        if head_dim is None and hidden % heads:
             raise ArgumentError(
                 f"heads: {hidden} hidden features are not a multiple of {heads} heads; give head_dim."
             )
@@ -147,6 +149,13 @@ class ParallelAttention(nn.Module):
         y = y.unflatten(-1, (count, self.head_dim))
         return y.permute(1, 2, 0, 3) if self.sequence_dim == 0 else y.transpose(1, 2)
 
+    def _check_input(self, x: Tensor) -> None:
+        if x.dim() != 3:
+            raise ArgumentError(
+                f"x: attention takes three dimensions, {'[S, B, H]' if self.sequence_dim == 0 else '[B, S, H]'}, "
+                f"but its shape is {list(x.shape)}."
+            )
+
     def forward(
         self,
         x: Tensor,
@@ -159,11 +168,7 @@ class ParallelAttention(nn.Module):
         ``shard_sizes``: sequence rows of every rank where they are not equal. ``rotary``: tables of
         ``rotary_tables`` for the whole sequence, so that layers may share them; None: made here.
         """
-        if x.dim() != 3:
-            raise ArgumentError(
-                f"x: attention takes three dimensions, {'[S, B, H]' if self.sequence_dim == 0 else '[B, S, H]'}, "
-                f"but its shape is {list(x.shape)}."
-            )
+        agreed(type(self).__name__, self.q_proj.group_name, x, lambda: self._check_input(x))
         q, k, v = column_parallel((self.q_proj, self.k_proj, self.v_proj), x, shard_sizes)
         q = self._split_heads(q, self.local_heads)
         k = self._split_heads(k, self.local_kv_heads)

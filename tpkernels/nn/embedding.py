@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import tpkernels as tpk
-from tpkernels.errors import ArgumentError
-from tpkernels.nn._checks import check_indices
+from tpkernels.errors import ArgumentError, ShapeError
+from tpkernels.nn._checks import check_counts_from_front, check_indices
 from tpkernels.nn.sharding import GroupLike, ParallelModule
 from tpkernels.nn.weights import init_parameter_
 
@@ -36,12 +36,11 @@ class VocabParallelEmbedding(ParallelModule):
             normal.
     Shape:
         ids: any shape, int64 or int32, equal on every rank -> [*ids.shape, embedding_dim], under
-            sequence_parallel with this rank's
-        part of dimension ``sequence_dim``.
+            sequence_parallel with this rank's part of dimension ``sequence_dim``.
     Raises:
         ArgumentError: an id out of range (on the CPU; on a GPU under ``TPK_CHECK=1``), a size that does not
-            fit. DTypeError: ids
-        that are not integers.
+            fit.
+        DTypeError: ids that are not integers.
     """
 
     weight: torch.nn.Parameter
@@ -65,6 +64,7 @@ class VocabParallelEmbedding(ParallelModule):
         for argument, value in (("num_embeddings", num_embeddings), ("embedding_dim", embedding_dim)):
             if value < 1:
                 raise ArgumentError(f"{argument}: an embedding needs at least 1, but it is {value}.")
+        check_counts_from_front(sequence_dim)
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
         self.sequence_parallel = sequence_parallel
@@ -85,12 +85,21 @@ class VocabParallelEmbedding(ParallelModule):
 
     def forward(self, ids: Tensor, shard_sizes: Sequence[int] | None = None) -> Tensor:
         """See the class; ``shard_sizes``: sequence rows that every rank gets, None: ``tpk.shard_sizes``."""
-        check_indices(ids, self.num_embeddings, "ids")
-        if shard_sizes is not None and not self.sequence_parallel:
-            raise ArgumentError(
-                "shard_sizes: the embedding was made without sequence_parallel, so its output is not cut along the "
-                f"sequence; leave shard_sizes out (it is {list(shard_sizes)})."
-            )
+
+        def check() -> None:
+            check_indices(ids, self.num_embeddings, "ids")
+            if shard_sizes is not None and not self.sequence_parallel:
+                raise ArgumentError(
+                    "shard_sizes: the embedding was made without sequence_parallel, so its output is not cut along "
+                    f"the sequence; leave shard_sizes out (it is {list(shard_sizes)})."
+                )
+            if self.sequence_parallel and self.sequence_dim >= ids.dim():
+                raise ShapeError(
+                    f"ids: the embedding runs sequence-parallel along dimension {self.sequence_dim}, so ids must "
+                    f"have more than {self.sequence_dim} dimensions, but their shape is {list(ids.shape)}."
+                )
+
+        self._agree(ids, check)
         rows = self.vocab_sizes[self.rank]
         if rows > 0:
             local = ids - self.vocab_start
@@ -101,7 +110,6 @@ class VocabParallelEmbedding(ParallelModule):
             x = self.weight.sum(0).expand(*ids.shape, self.embedding_dim)
         if not self.sequence_parallel:
             return tpk.regions.all_reduce(x, self.group_name)
-        self._check_sequence_dim(x, self.sequence_dim)
         sizes = None if shard_sizes is None else list(shard_sizes)
         return tpk.regions.reduce_scatter(x, self.sequence_dim, self.group_name, shard_sizes=sizes)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import tpkernels as tpk
-from tpkernels.errors import ArgumentError
+from tpkernels.errors import ArgumentError, GroupError
 from tpkernels.nn.sharding import GroupLike, Shard, placement_of
 from tpkernels.ops._groups import group_name_of, resolve
 
@@ -37,6 +37,28 @@ def _local_norm(gradients: list[Tensor], norm_type: float, device: torch.device)
     return total
 
 
+def _group_of(parameters: list[Tensor], group: GroupLike) -> str:
+    """Name of the group to sum over; the same on every rank, whichever parameters have gradients there."""
+    placements = [placement for p in parameters if (placement := placement_of(p)) is not None]
+    shards = list(dict.fromkeys(p.group_name for p in placements if isinstance(p, Shard)))
+    if group is None:
+        names = shards or list(dict.fromkeys(p.group_name for p in placements))
+        if len(names) > 1:
+            raise GroupError(
+                f"parameters: they must be laid out over one group, but there are {', '.join(map(repr, names))}; "
+                "take the norm of each group's parameters by itself."
+            )
+        return names[0] if names else group_name_of(None)
+    name = group_name_of(group)
+    others = [other for other in shards if other != name]
+    if others:
+        raise GroupError(
+            f"group: it must be the group that the parameters are cut over, {others[0]!r}, but it is {name!r}; "
+            "leave it out to take the parameters' own."
+        )
+    return name
+
+
 @torch.no_grad()
 def grad_norm(
     parameters: Iterable[Tensor] | Tensor, group: GroupLike = None, *, norm_type: float = 2.0
@@ -47,13 +69,17 @@ def grad_norm(
         parameters: as for ``torch.nn.utils.clip_grad_norm_``; those with a ``Shard`` add up over the group,
             others count once. Parameters without a gradient are left out. All ranks must pass the same
             parameters.
-        group: the tensor-parallel group.
+        group: the tensor-parallel group; None: the one that the parameters' placements name, and the default
+            group where no parameter has a placement.
         norm_type: 1 or more, or ``math.inf``.
+    Raises:
+        GroupError: a parameter is cut over another group than ``group``, or, without it, over another than the
+            rest.
     """
     if norm_type < 1:
         raise ArgumentError(f"norm_type: it must be 1 or more, or infinity, but it is {norm_type}.")
     listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    info = resolve(group_name_of(group))
+    info = resolve(_group_of(listed, group))
     with_grad = [p for p in listed if p.grad is not None]
     device = with_grad[0].grad.device if with_grad and with_grad[0].grad is not None else torch.device("cpu")
     if not with_grad and listed:
@@ -90,6 +116,7 @@ def clip_grad_norm_(
 
     Raises:
         ArgumentError: a norm_type below 1, or, if asked for, a norm that is not finite.
+        GroupError: as in ``grad_norm``.
     """
     listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     norm = grad_norm(listed, group, norm_type=norm_type)

@@ -28,12 +28,16 @@ import torch
 from torch import Tensor, nn
 
 import tpkernels as tpk
-from tpkernels.errors import ArgumentError
+from tpkernels.errors import ArgumentError, ShapeError
+from tpkernels.nn._checks import check_counts_from_front
 from tpkernels.nn.sharding import GroupLike, ParallelModule
 from tpkernels.nn.weights import init_parameter_
 from tpkernels.ops._checks import check_activation
 
 __all__ = ["ColumnParallelLinear", "ColumnParallelLinears", "RowParallelLinear", "column_parallel"]
+
+# What layers must have in common to take part in one gather.
+_SHARED = ("in_features", "group_name", "sequence_parallel", "sequence_dim", "activation", "path")
 
 
 class _ParallelLinear(ParallelModule):
@@ -58,11 +62,7 @@ class _ParallelLinear(ParallelModule):
         for argument, value in (("in_features", in_features), ("out_features", out_features)):
             if value < 1:
                 raise ArgumentError(f"{argument}: a linear layer needs at least 1, but it is {value}.")
-        if sequence_dim < 0:
-            raise ArgumentError(
-                f"sequence_dim: it counts from the front and must be 0 or more, but it is {sequence_dim}; "
-                "take 0 for [sequence, batch, features] and 1 for [batch, sequence, features]."
-            )
+        check_counts_from_front(sequence_dim)
         self.in_features = in_features
         self.out_features = out_features
         self.sequence_parallel = sequence_parallel
@@ -84,6 +84,18 @@ class _ParallelLinear(ParallelModule):
                 f"shard_sizes: {type(self).__name__} was made without sequence_parallel, so its tensors are not "
                 f"cut along the sequence; leave shard_sizes out (it is {list(shard_sizes)})."
             )
+
+    def _check_input(self, x: Tensor, features: int, what: str, shard_sizes: Sequence[int] | None) -> None:
+        """All that is said of x and shard_sizes in the layer's terms, before the operation checks them in its own."""
+        self._check_shard_sizes(shard_sizes)
+        if x.dim() < 2:
+            raise ShapeError(
+                f"x: {type(self).__name__} takes at least 2 dimensions, [..., rows, features], but its shape is "
+                f"{list(x.shape)}; pass x.unsqueeze(0) for a single row."
+            )
+        self._check_last_dim(x, features, what)
+        if self.sequence_parallel:
+            self._check_sequence_dim(x, self.sequence_dim)
 
     def extra_repr(self) -> str:
         local = list(self.weight.shape)
@@ -140,7 +152,7 @@ class ColumnParallelLinear(_ParallelLinear):
         )
         check_activation(activation or "none")
         self.gather_output = gather_output
-        self.activation = activation
+        self.activation = None if activation == "none" else activation
         placement = self._even(out_features, 0)
         self.out_sizes = placement.sizes
         self._add_parameter("weight", (out_features, in_features), placement, dtype, device)
@@ -165,7 +177,8 @@ class RowParallelLinear(_ParallelLinear):
             ``input_is_parallel``.
         The others: as in ``ColumnParallelLinear``; the bias is [out_features], the same on every rank.
     Shape:
-        x: [..., in_sizes[rank]] -> [..., out_features]; residual: the shape of the output.
+        x: [..., in_sizes[rank]] -> [..., out_features]; residual: the shape of the output. The output has the
+            type of x, under autocast that of autocast, or that of a wider residual: the type of residual + y.
     Raises:
         ArgumentError: a size or shape that does not fit. GroupError: no such group.
     """
@@ -209,19 +222,28 @@ class RowParallelLinear(_ParallelLinear):
         self, x: Tensor, residual: Tensor | None = None, shard_sizes: Sequence[int] | None = None
     ) -> Tensor:
         """See the class; ``shard_sizes``: sequence rows that every rank gets, None: ``tpk.shard_sizes``."""
-        self._check_shard_sizes(shard_sizes)
         if self.input_is_parallel:
-            held = self.in_sizes[self.rank]
-            self._check_last_dim(x, held, f"rank {self.rank}'s share of {self.in_features} features")
+            features, what = (
+                self.in_sizes[self.rank],
+                f"rank {self.rank}'s share of {self.in_features} features",
+            )
         else:
-            self._check_last_dim(x, self.in_features, "all input features, since input_is_parallel is False")
+            features, what = self.in_features, "all input features, since input_is_parallel is False"
+        self._agree(x, lambda: self._check_input(x, features, what, shard_sizes))
+        out_dtype = _residual_dtype(x, residual)
+        if not self.input_is_parallel:
             x = tpk.regions.split(x, -1, self.group_name, shard_sizes=list(self.in_sizes))
         weight = self.weight.t()
         if not self.sequence_parallel:
             return tpk.matmul_all_reduce(
-                x, weight, self.group_name, bias=self.bias, residual=residual, path=self.path
+                x,
+                weight,
+                self.group_name,
+                bias=self.bias,
+                residual=residual,
+                out_dtype=out_dtype,
+                path=self.path,
             )
-        self._check_sequence_dim(x, self.sequence_dim)
         return tpk.matmul_reduce_scatter(
             x,
             weight,
@@ -230,8 +252,16 @@ class RowParallelLinear(_ParallelLinear):
             shard_sizes=None if shard_sizes is None else list(shard_sizes),
             bias=self.bias,
             residual=residual,
+            out_dtype=out_dtype,
             path=self.path,
         )
+
+
+def _residual_dtype(x: Tensor, residual: Tensor | None) -> torch.dtype | None:
+    """The type of ``residual + y`` where it is the residual's, as for a float32 stream under autocast."""
+    if residual is None or torch.promote_types(x.dtype, residual.dtype) != residual.dtype:
+        return None  # the operation says what is wrong with a residual that does not fit
+    return residual.dtype
 
 
 def column_parallel(
@@ -245,20 +275,25 @@ def column_parallel(
     Raises:
         ArgumentError: the layers differ, or x does not fit them.
     """
+    if not layers:
+        raise ArgumentError("layers: at least one column-parallel layer is needed, but there is none.")
     first = layers[0]
-    for layer in layers[1:]:
-        for what in ("in_features", "group_name", "sequence_parallel", "sequence_dim", "activation", "path"):
-            if getattr(layer, what) != getattr(first, what):
-                raise ArgumentError(
-                    f"layers: column-parallel layers that share one input must have one {what}, but it is "
-                    f"{getattr(first, what)!r} in one and {getattr(layer, what)!r} in another; call them one by one."
-                )
-    first._check_shard_sizes(shard_sizes)
-    first._check_last_dim(x, first.in_features, "in_features")
+
+    def check() -> None:
+        for layer in layers[1:]:
+            for what in _SHARED:
+                if getattr(layer, what) != getattr(first, what):
+                    raise ArgumentError(
+                        f"layers: column-parallel layers that share one input must have one {what}, but it is "
+                        f"{getattr(first, what)!r} in one and {getattr(layer, what)!r} in another; "
+                        "call them one by one."
+                    )
+        first._check_input(x, first.in_features, "in_features", shard_sizes)
+
+    first._agree(x, check)
     weights = [layer.weight.t() for layer in layers]
     biases = [layer.bias for layer in layers]
     if first.sequence_parallel:
-        first._check_sequence_dim(x, first.sequence_dim)
         outputs = tpk.all_gather_matmul(
             x,
             weights,

@@ -16,7 +16,8 @@ logits). Subtracting the maximum first keeps huge logits finite. A rank without 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from torch.autograd.function import once_differentiable
 
 import tpkernels as tpk
 from tpkernels.errors import ArgumentError, DTypeError, ShapeError
-from tpkernels.nn._checks import check_indices
+from tpkernels.nn._checks import agreed, check_indices, digest
 from tpkernels.nn.sharding import GroupLike
 from tpkernels.ops._groups import group_name_of, resolve
 
@@ -104,13 +105,76 @@ def vocab_parallel_cross_entropy(
     Raises:
         ArgumentError: shapes or vocabulary that do not fit, an id out of range (on the CPU; on a GPU under
             ``TPK_CHECK=1``).
+        MismatchError: under ``TPK_CHECK=1``, targets that are not equal on every rank.
         DTypeError: logits that are not floating point, or targets that are not integers.
     """
     group_name = group_name_of(group)
     rank, world = _rank_and_world(group_name)
-    sizes = tpk.shard_sizes(vocab_sizes, world) if isinstance(vocab_sizes, int) else list(vocab_sizes)
+    sizes: list[int] = []
+
+    def check() -> None:
+        sizes.extend(_sizes_of(vocab_sizes, world))
+        _check_arguments(logits, targets, sizes, rank, world, reduction, ignore_index)
+
+    agreed(
+        "vocab_parallel_cross_entropy",
+        group_name,
+        logits,
+        check,
+        lambda: {
+            "vocab_sizes": sizes,
+            "reduction": reduction,
+            "ignore_index": int(ignore_index),
+            "shape of targets": list(targets.shape),
+            "checksum of targets": digest(targets),
+        },
+    )
+    held = sizes[rank]
+    targets = targets.to(torch.int64)
+    valid = targets != ignore_index
+    local = targets - sum(sizes[:rank])
+    mine = valid & (local >= 0) & (local < held)
+    loss: Tensor = _CrossEntropy.apply(logits, torch.where(mine, local, 0), mine, valid, group_name)
+    if reduction == "none":
+        return loss
+    return loss.sum() / valid.sum()
+
+
+def _is_integer(value: object) -> bool:
+    """Whether it is an int or one of NumPy's integers."""
+    return isinstance(value, (int, Integral))
+
+
+def _sizes_of(vocab_sizes: int | Sequence[int], world: int) -> list[int]:
+    if isinstance(vocab_sizes, int):
+        return tpk.shard_sizes(vocab_sizes, world)
+    if isinstance(vocab_sizes, Integral):
+        return tpk.shard_sizes(int(vocab_sizes), world)
+    sizes = list(vocab_sizes) if isinstance(vocab_sizes, Iterable) else [vocab_sizes]
+    if not all(_is_integer(size) for size in sizes):
+        raise ArgumentError(
+            "vocab_sizes: it must be the size of the whole vocabulary, or a list with an integer for every rank, "
+            f"but it is {vocab_sizes!r}."
+        )
+    return [size if isinstance(size, int) else int(size) for size in sizes]
+
+
+def _check_arguments(
+    logits: Tensor,
+    targets: Tensor,
+    sizes: Sequence[int],
+    rank: int,
+    world: int,
+    reduction: str,
+    ignore_index: int,
+) -> None:
     if reduction not in ("mean", "none"):
         raise ArgumentError(f'reduction: it must be "mean" or "none", but it is {reduction!r}.')
+    if not _is_integer(ignore_index):
+        raise ArgumentError(
+            f"ignore_index: it must be an integer, but it is {ignore_index!r}; leave it out, or pass a value that "
+            "no target has, to ignore none."
+        )
     if not logits.dtype.is_floating_point:
         raise DTypeError(f"logits: they must have a floating-point type, but it is {logits.dtype}.")
     if len(sizes) != world:
@@ -129,11 +193,3 @@ def vocab_parallel_cross_entropy(
             f"logits is {logits.shape[-1]}; pass the output of the column-parallel head without gathering it."
         )
     check_indices(targets, sum(sizes), "targets", ignore_index)
-    targets = targets.to(torch.int64)
-    valid = targets != ignore_index
-    local = targets - sum(sizes[:rank])
-    mine = valid & (local >= 0) & (local < held)
-    loss: Tensor = _CrossEntropy.apply(logits, torch.where(mine, local, 0), mine, valid, group_name)
-    if reduction == "none":
-        return loss
-    return loss.sum() / valid.sum()

@@ -61,9 +61,13 @@ class RMSNorm(ParallelModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., features] -> [..., features]."""
-        self._check_last_dim(x, self.features, "features")
         weight: Tensor = self.weight
-        if self.sequence_parallel:
+        if not self.sequence_parallel:
+            self._check_last_dim(
+                x, self.features, "features"
+            )  # nothing to agree on: no rank waits for another
+        else:
+            self._agree(x, lambda: self._check_last_dim(x, self.features, "features"))
             weight = tpk.regions.copy_to_group(weight, self.group_name)
         return F.rms_norm(x, (self.features,), weight, self.eps)
 

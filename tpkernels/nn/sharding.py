@@ -2,8 +2,10 @@
 
 Contract: every parameter of a ``ParallelModule`` carries ``tpk_shard``, a ``Shard`` or a ``Replicated``. A
 parameter without the attribute is replicated: whatever a user adds beside our layers. The placements are also
-kept in ``module.placements``, and the attributes are set again after ``to_empty``, ``copy.deepcopy`` and
-unpickling, which make new parameter objects without them.
+kept in ``module.placements``, and the attributes are set again by everything that makes new parameter objects
+without them: ``to_empty``, ``copy.deepcopy``, unpickling, ``load_state_dict(assign=True)`` and the assignment of
+another ``nn.Parameter`` under a name that has a placement. The shape of what is assigned is not looked at: it must
+be that of this rank's shard.
 
 Parameters are plain local tensors under plain names, not DTensors: any optimizer, checkpoint format and
 compiler takes them. A module stores its group's name, never the object, so that it can be pickled and traced.
@@ -20,6 +22,7 @@ from torch import Tensor, nn
 
 import tpkernels as tpk
 from tpkernels.errors import ShapeError
+from tpkernels.nn._checks import agreed
 from tpkernels.ops._groups import GroupLike, group_name_of, resolve
 
 __all__ = ["GroupLike", "ParallelModule", "Placement", "Replicated", "Shard", "placement_of"]
@@ -129,9 +132,18 @@ class ParallelModule(nn.Module):
         device: torch.device | str | None,
     ) -> None:
         shape = placement.local_shape(global_shape)
-        self.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=dtype, device=device)))
         self.placements[name] = placement
-        self._tag_parameters()
+        self.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=dtype, device=device)))
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As in ``nn.Module``, which also comes here for ``layer.weight = nn.Parameter(...)``; keeps the placement."""
+        super().register_parameter(name, param)
+        if name in self.placements:
+            self._tag_parameters()
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self._tag_parameters()  # assign=True sets, and torch may swap, the parameter objects
 
     def _tag_parameters(self) -> None:
         for name, placement in self.placements.items():
@@ -147,6 +159,10 @@ class ParallelModule(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._tag_parameters()
+
+    def _agree(self, x: Tensor, check: Callable[[], None]) -> None:
+        """Runs the layer's own checks of its arguments, see ``agreed``."""
+        agreed(type(self).__name__, self.group_name, x, check)
 
     def _check_last_dim(self, x: Tensor, expected: int, what: str) -> None:
         if x.dim() < 1 or x.shape[-1] != expected:

@@ -17,7 +17,7 @@ import tpkernels as tpk
 from tpkernels.errors import ArgumentError
 from tpkernels.nn.sharding import Shard, placement_of
 
-__all__ = ["full_state_dict", "load_full_state_dict"]
+__all__ = ["full_state_dict", "full_tensors", "load_full_state_dict"]
 
 
 @torch.no_grad()
@@ -33,10 +33,29 @@ def full_state_dict(
     Returns:
         New tensors under the names of ``module.state_dict()``, with the global shapes.
     """
+    own = module.state_dict(keep_vars=True)
+    return full_tensors(own, own, device=device, keep=keep)
+
+
+@torch.no_grad()
+def full_tensors(
+    tensors: Mapping[str, Tensor],
+    like: Mapping[str, Tensor],
+    *,
+    device: torch.device | str | None = None,
+    keep: bool = True,
+) -> dict[str, Tensor]:
+    """``full_state_dict`` of any tensors that lie as parameters do, such as gradients or moments.
+
+    Args:
+        tensors: this rank's parts by name.
+        like: parameters of the same names, whose placements hold for ``tensors`` too.
+        device, keep: as in ``full_state_dict``.
+    """
     result: dict[str, Tensor] = {}
-    for name, tensor in module.state_dict(keep_vars=True).items():
-        placement = placement_of(tensor)
-        full = tensor.detach()
+    for name, parameter in like.items():
+        placement = placement_of(parameter)
+        full = tensors[name].detach()
         if isinstance(placement, Shard):
             full = tpk.regions.all_gather(
                 full, placement.dim, placement.group_name, shard_sizes=list(placement.sizes)
@@ -44,6 +63,26 @@ def full_state_dict(
         if keep:
             result[name] = full.to(device=device, copy=True) if device is not None else full.clone()
     return result
+
+
+def _check_entry(name: str, own: Tensor, given: object) -> None:
+    """ArgumentError where ``given`` cannot be copied into ``own``, shapes apart."""
+    if not isinstance(own, Tensor):
+        raise ArgumentError(
+            f"module: its state must consist of tensors, but {name!r} is of type {type(own).__name__}; load it "
+            "by itself, and the others with strict=False."
+        )
+    if own.is_meta:
+        raise ArgumentError(
+            f"module: {name!r} is on the meta device and can hold no values; call "
+            'module.to_empty(device="cpu") (or "cuda") first.'
+        )
+    if not isinstance(given, Tensor):
+        raise ArgumentError(f"state: {name!r} must be a tensor, but it is of type {type(given).__name__}.")
+    if given.is_meta:
+        raise ArgumentError(f"state: {name!r} must have values, but it is on the meta device.")
+    if given.layout != torch.strided:
+        raise ArgumentError(f"state: {name!r} must be a dense tensor, but its layout is {given.layout}.")
 
 
 @torch.no_grad()
@@ -54,7 +93,8 @@ def load_full_state_dict(module: nn.Module, state: Mapping[str, Tensor], *, stri
         state: unsharded tensors by name, on any device and of any floating-point type.
         strict: names must be the same on both sides.
     Raises:
-        ArgumentError: names or global shapes that do not fit; nothing has been written then.
+        ArgumentError: names or global shapes that do not fit, an entry that is no dense tensor with values, a
+            module on the meta device; nothing has been written then.
     """
     own = module.state_dict(keep_vars=True)
     if strict and own.keys() != state.keys():
@@ -67,6 +107,7 @@ def load_full_state_dict(module: nn.Module, state: Mapping[str, Tensor], *, stri
     names = [name for name in own if name in state]
     for name in names:
         placement = placement_of(own[name])
+        _check_entry(name, own[name], state[name])
         local = tuple(own[name].shape)
         expected = local if placement is None else placement.global_shape(local)
         if tuple(state[name].shape) != expected:

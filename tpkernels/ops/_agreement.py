@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import TypeVar
 from zlib import crc32
 
@@ -17,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tpkernels.errors import MismatchError, TpkError
+from tpkernels.errors import MismatchError
 from tpkernels.ops import _collectives
-from tpkernels.ops._groups import Group, transport_of
+from tpkernels.ops._groups import Group, resolve, transport_of
 
 T = TypeVar("T")
 Facts = Mapping[str, object]
@@ -38,28 +39,26 @@ def validated(
         op: operation's name; ranks must be in the same one.
         group: the group whose ranks take part.
         sample: a tensor of the call; its device carries the comparison.
-        validate: raises a :class:`TpkError` for bad arguments, else returns what the operation needs.
+        validate: raises for bad arguments, else returns what the operation needs.
         facts: what must be equal on all ranks, by name of argument.
 
     Raises:
-        TpkError: whatever ``validate`` raised on this rank.
+        Exception: whatever ``validate`` raised on this rank.
         MismatchError: another rank failed, or the facts differ.
     """
     if not enabled() or group.world == 1 or _capturing(sample):
         return validate()
-    error: TpkError | None = None
+    error: Exception | None = None
     result: T | None = None
     described: Facts = {}
     try:
         transport_of(group, sample.device, "tensor")
         result = validate()
         described = {"operation": op, **facts(result)}
-    except TpkError as caught:
+    except Exception as caught:
         error = caught
-    device = _device_of(group, sample)
-    digest = -1 if error is not None else crc32(repr(sorted(described.items())).encode())
-    mine = torch.tensor([digest], dtype=torch.int64, device=device)
-    digests = _collectives.all_gather(mine, 0, [1] * group.world, group).tolist()
+    digest = _FAILED if error is not None else crc32(repr(sorted(described.items())).encode())
+    digests = _exchange(group, sample, digest)
     if error is None and all(d == digest for d in digests):
         assert result is not None
         return result
@@ -67,7 +66,27 @@ def validated(
     raise AssertionError("unreachable: digests differed")
 
 
-def _explain_mismatch(op: str, group: Group, described: Facts, error: TpkError | None) -> None:
+def announce(op: str, group_name: str, error: Exception) -> None:
+    """Tell the other ranks, which are in or on their way to ``validated``, of an error found before it."""
+    if not enabled() or torch.compiler.is_compiling():
+        return
+    group = resolve(group_name)
+    if group.world > 1:
+        _exchange(group, torch.empty(0), _FAILED)
+        with suppress(type(error)):
+            _explain_mismatch(op, group, {}, error)
+
+
+_FAILED = -1
+
+
+def _exchange(group: Group, sample: Tensor, digest: int) -> list[int]:
+    mine = torch.tensor([digest], dtype=torch.int64, device=_device_of(group, sample))
+    digests: list[int] = _collectives.all_gather(mine, 0, [1] * group.world, group).tolist()
+    return digests
+
+
+def _explain_mismatch(op: str, group: Group, described: Facts, error: Exception | None) -> None:
     mine = (dict(described), None if error is None else f"{type(error).__name__}: {error}")
     everyone: list[tuple[dict[str, object], str | None]] = [({}, None)] * group.world
     dist.all_gather_object(everyone, mine, group=group.process_group)

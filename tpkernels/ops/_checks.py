@@ -123,11 +123,17 @@ def check_no_overlap(name: str, written: Tensor, read: Sequence[tuple[str, Tenso
     """The tensor that is written must share no element with itself or with one that is read."""
     if written.numel() == 0:
         return
-    if any(size > 1 and stride == 0 for size, stride in zip(written.shape, written.stride(), strict=True)):
-        raise AliasError(
-            f"{name}: expected a tensor whose elements are all distinct, got an expanded view with strides "
-            f"{list(written.stride())}; pass a contiguous tensor."
-        )
+    reach = 0
+    for stride, size in sorted(
+        (st, n) for st, n in zip(written.stride(), written.shape, strict=True) if n > 1
+    ):
+        if stride <= reach:
+            raise AliasError(
+                f"{name}: expected a tensor whose elements are all distinct, got a view with shape "
+                f"{list(written.shape)} and strides {list(written.stride())}, in which several share memory; "
+                "pass a contiguous tensor."
+            )
+        reach += (size - 1) * stride
     for read_name, x in read:
         if _may_share(written, x):
             raise AliasError(
@@ -137,22 +143,19 @@ def check_no_overlap(name: str, written: Tensor, read: Sequence[tuple[str, Tenso
 
 
 def _may_share(x: Tensor, y: Tensor) -> bool:
-    """True unless the two tensors provably have no byte in common."""
+    """True unless the two tensors provably have no byte in common. By address: views of one NumPy array that came
+    through DLPack have storages of their own."""
     if x.numel() == 0 or y.numel() == 0 or x.device != y.device:
         return False
-    if x.untyped_storage().data_ptr() != y.untyped_storage().data_ptr():
-        return False
-    x_begin, x_end = _byte_span(x)
-    y_begin, y_end = _byte_span(y)
-    if x_end <= y_begin or y_end <= x_begin:
+    if x.data_ptr() + _extent(x) <= y.data_ptr() or y.data_ptr() + _extent(y) <= x.data_ptr():
         return False
     return not _separate_columns(x, y)
 
 
-def _byte_span(x: Tensor) -> tuple[int, int]:
-    first = int(x.storage_offset())
-    last = first + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    return first * x.element_size(), (last + 1) * x.element_size()
+def _extent(x: Tensor) -> int:
+    """Bytes from the first element to behind the last."""
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return (int(last) + 1) * x.element_size()
 
 
 def _separate_columns(x: Tensor, y: Tensor) -> bool:
@@ -162,16 +165,8 @@ def _separate_columns(x: Tensor, y: Tensor) -> bool:
     pitch = x.stride(0) * x.element_size()
     if pitch <= 0 or pitch != y.stride(0) * y.element_size():
         return False
-
-    def columns(t: Tensor) -> tuple[int, int]:
-        begin = int(t.storage_offset()) * t.element_size() % pitch
-        return begin, begin + t.shape[1] * t.element_size()
-
-    x_begin, x_end = columns(x)
-    y_begin, y_end = columns(y)
-    if max(x_end, y_end) > pitch:  # a block that wraps around the row's end
-        return False
-    return x_end <= y_begin or y_end <= x_begin
+    behind = (y.data_ptr() - x.data_ptr()) % pitch  # from column 0 of x to column 0 of y
+    return behind >= x.shape[1] * x.element_size() and behind + y.shape[1] * y.element_size() <= pitch
 
 
 def _short(dtype: torch.dtype) -> str:

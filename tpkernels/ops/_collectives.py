@@ -59,24 +59,20 @@ def reduce_scatter(
 
     Partials travel in ``out_dtype``, are added in rank order in float32 (float64), and are rounded once.
     """
+    if group.world == 1:  # nothing to send, hence nothing to round before the sum
+        return _finish(partial.to(accumulate_dtype(out_dtype), copy=True), bias, residual, out_dtype)
     rows = partial.movedim(dim, 0).to(out_dtype).contiguous()
     mine = sizes[group.rank]
-    if group.world == 1:
-        pieces = rows.unsqueeze(0)
-    else:
-        received = rows.new_empty(group.world * mine, *rows.shape[1:])
-        dist.all_to_all_single(
-            received,
-            rows,
-            output_split_sizes=[mine] * group.world,
-            input_split_sizes=list(sizes),
-            group=group.process_group,
-        )
-        pieces = received.view(group.world, mine, *rows.shape[1:])
-    # With one rank there is nothing to send, hence nothing to round before the sum.
-    first = partial.movedim(dim, 0) if group.world == 1 else pieces[0]
-    total = _sum_in_rank_order(first, pieces).movedim(0, dim)
-    return _finish(total, bias, residual, out_dtype)
+    received = rows.new_empty(group.world * mine, *rows.shape[1:])
+    dist.all_to_all_single(
+        received,
+        rows,
+        output_split_sizes=[mine] * group.world,
+        input_split_sizes=list(sizes),
+        group=group.process_group,
+    )
+    pieces = received.view(group.world, mine, *rows.shape[1:])
+    return _finish(_sum_in_rank_order(pieces).movedim(0, dim), bias, residual, out_dtype)
 
 
 def all_reduce_sum(
@@ -95,9 +91,9 @@ def all_reduce_sum(
         pieces = sent.new_empty(group.world, *sent.shape)
         if sent.numel() > 0:
             _all_gather_single(pieces.view(-1), sent.view(-1), group=group.process_group)
-        return _finish(_sum_in_rank_order(pieces[0], pieces), bias, residual, out_dtype)
+        return _finish(_sum_in_rank_order(pieces), bias, residual, out_dtype)
     # Two steps: every rank finishes a block of rows, then the blocks are gathered.
-    rows = sent.view(-1, sent.shape[-1])
+    rows = sent.view(-1, sent.shape[-1] if sent.dim() > 1 else 1)
     sizes = shard_sizes(rows.shape[0], group.world)
     if residual is not None:
         residual = own_slice(residual.reshape(rows.shape), 0, sizes, group)
@@ -119,8 +115,8 @@ def own_slice(x: Tensor, dim: int, sizes: Sequence[int], group: Group) -> Tensor
     return x.narrow(dim, begin, sizes[group.rank]).clone(memory_format=torch.contiguous_format)
 
 
-def _sum_in_rank_order(first: Tensor, pieces: Tensor) -> Tensor:
-    total = first.to(accumulate_dtype(first.dtype), copy=True)
+def _sum_in_rank_order(pieces: Tensor) -> Tensor:
+    total = pieces[0].to(accumulate_dtype(pieces.dtype), copy=True)
     for rank in range(1, pieces.shape[0]):
         total += pieces[rank]
     return total

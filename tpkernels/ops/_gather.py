@@ -18,7 +18,15 @@ from torch import Tensor
 from tpkernels.ops import _agreement, _checks, _collectives, _groups, _paths
 from tpkernels.ops._groups import Group
 from tpkernels.ops._matmul import weight_grad
-from tpkernels.ops._products import Plan, bias_grads, no_grad, preact_grads, run_products, validate_products
+from tpkernels.ops._products import (
+    Plan,
+    bias_grads,
+    grads_wanted,
+    no_grad,
+    preact_grads,
+    run_products,
+    validate_products,
+)
 from tpkernels.ops._registry import register
 
 
@@ -80,6 +88,7 @@ def _all_gather_matmul(
             "a_shard's shape without gather_dim": other,
             "gather_dim": plan.dim,
             "shard_sizes (or the equal sizes that None stands for)": plan.sizes,
+            "gradients wanted (a_shard, any b)": grads_wanted([a_shard], bs),
         }
 
     plan = _agreement.validated("all_gather_matmul", group, a_shard, validate, facts)

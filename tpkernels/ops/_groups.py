@@ -101,6 +101,8 @@ def shard_sizes(total: int, world: int) -> list[int]:
     """
     if world < 1:
         raise ArgumentError(f"world: expected at least 1, got {world}.")
+    if not isinstance(total, (int, torch.SymInt)) or total < 0:
+        raise ArgumentError(f"total: expected an integer, 0 or more, got {total!r}.")
     if total % world == 0:  # kept apart so that a traced size stays a simple expression
         return [total // world] * world
     chunk = (total + world - 1) // world

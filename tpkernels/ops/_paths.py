@@ -34,10 +34,11 @@ STREAMK_DTYPES = {
 
 
 class Request(NamedTuple):
-    """A parsed ``path`` argument; ``None`` leaves the choice open."""
+    """A parsed ``path`` argument; ``None`` leaves the choice open. ``source`` is what errors name."""
 
     transport: str | None
     gemm: str | None
+    source: str = "path"
 
 
 class Choice(NamedTuple):
@@ -124,7 +125,7 @@ def parse(path: str, device_type: str, *, distributed: bool) -> Request:
     """Parse a ``path`` argument; ``"auto"`` is replaced by the environment variable TPK_PATH where set."""
     name = "path"
     if path == "auto":
-        path = os.environ.get("TPK_PATH", "auto")
+        path = os.environ.get("TPK_PATH") or "auto"
         name = "TPK_PATH"
         if path == "auto":
             return Request(None, None)
@@ -144,15 +145,15 @@ def parse(path: str, device_type: str, *, distributed: bool) -> Request:
     if not distributed:
         # TPK_PATH=nccl+cublas means cublas for a local product; a transport alone means our own kernel.
         transport = None
-    return Request(transport, gemm or "streamk")
+    return Request(transport, gemm or "streamk", name)
 
 
 def check_transport(request: Request, transport: str, group_name: str) -> None:
     """A transport that was asked for must be the one that the group has."""
-    if request.transport is not None and request.transport != transport:
+    if request.transport is not None and transport not in (request.transport, "none"):
         raise ArgumentError(
-            f"path: {request.transport!r} was asked for, but group {group_name!r} carries these tensors by "
-            f"{transport!r}; pass path='auto' or create the group with backend={request.transport!r}."
+            f"{request.source}: {request.transport!r} was asked for, but group {group_name!r} carries these tensors "
+            f"by {transport!r}; use 'auto', or create the group with backend={request.transport!r}."
         )
 
 
@@ -163,7 +164,7 @@ def choose_gemm(request: Request, device_type: str, dtype: torch.dtype) -> Choic
     missing = streamk_missing(device_type, dtype)
     if request.gemm == "streamk":
         if missing is not None:
-            raise BackendError(f"path: 'streamk' was asked for, but {missing}; pass path='auto'.")
+            raise BackendError(f"{request.source}: 'streamk' was asked for, but {missing}; use 'auto'.")
         return Choice("streamk", "asked for")
     if request.gemm is not None:
         return Choice(request.gemm, "asked for")

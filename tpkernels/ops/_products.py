@@ -65,7 +65,8 @@ def run_products(
         for b, bias in zip(bs, plan.biases, strict=True)
     ]
     detail = ", ".join(_gemm.describe(a, b) for b in bs)
-    _paths.record(op, plan.transport, plan.choice.gemm, detail, plan.choice.why)
+    transport = plan.transport if plan.group.world > 1 else "none"
+    _paths.record(op, transport, plan.choice.gemm, detail, plan.choice.why)
     return [p.out for p in products] + [p.preact for p in products if p.preact is not None]
 
 
@@ -101,6 +102,11 @@ def bias_grads(ctx: Any, dys: Sequence[Tensor | None]) -> list[Tensor | None]:
     return [
         sum_rows(dy) if need and dy is not None else None for need, dy in zip(needed, picked, strict=True)
     ]
+
+
+def grads_wanted(*tensors: Sequence[Tensor]) -> list[bool]:
+    """Which lists hold a tensor that needs a gradient: the backward pass communicates for those."""
+    return [any(t.requires_grad for t in some) for some in tensors]
 
 
 def no_grad(integers: list[int]) -> list[None] | None:

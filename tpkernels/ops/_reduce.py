@@ -27,6 +27,7 @@ from tpkernels.errors import ArgumentError, ShapeError
 from tpkernels.ops import _agreement, _checks, _collectives, _gemm, _groups, _paths
 from tpkernels.ops._groups import Group
 from tpkernels.ops._matmul import product, sum_rows, weight_grad
+from tpkernels.ops._products import grads_wanted
 from tpkernels.ops._registry import register
 
 
@@ -98,11 +99,12 @@ def _partial(plan: _Plan, as_: Sequence[Tensor], bs: Sequence[Tensor]) -> Tensor
 
 def _note(op: str, plan: _Plan, as_: Sequence[Tensor], bs: Sequence[Tensor]) -> None:
     detail = ", ".join(_gemm.describe(a, b) for a, b in zip(as_, bs, strict=True))
-    _paths.record(op, plan.transport, plan.choice.gemm, detail, plan.choice.why)
+    transport = plan.transport if plan.group.world > 1 else "none"
+    _paths.record(op, transport, plan.choice.gemm, detail, plan.choice.why)
 
 
 def _facts(
-    as_: Sequence[Tensor], plan: _Plan, bias: Tensor | None, residual: Tensor | None
+    as_: Sequence[Tensor], bs: Sequence[Tensor], plan: _Plan, bias: Tensor | None, residual: Tensor | None
 ) -> dict[str, object]:
     return {
         "a's dtype": str(as_[0].dtype),
@@ -110,6 +112,7 @@ def _facts(
         "the output's dtype": str(plan.out_dtype),
         "bias given": bias is not None,
         "residual given": residual is not None,
+        "gradients wanted (any a, any b, bias)": grads_wanted(as_, bs, [] if bias is None else [bias]),
     }
 
 
@@ -137,7 +140,7 @@ def _matmul_reduce_scatter(
         _sample(a),
         validate,
         lambda plan: {
-            **_facts(a, plan, bias, residual),
+            **_facts(a, b, plan, bias, residual),
             "scatter_dim": plan.dim,
             "shard_sizes (or those that None stands for)": plan.sizes,
         },
@@ -183,7 +186,7 @@ def _matmul_all_reduce(
         return plan
 
     plan = _agreement.validated(
-        "matmul_all_reduce", group, _sample(a), validate, lambda plan: _facts(a, plan, bias, residual)
+        "matmul_all_reduce", group, _sample(a), validate, lambda plan: _facts(a, b, plan, bias, residual)
     )
     out = _collectives.all_reduce_sum(
         _partial(plan, a, b), group, plan.out_dtype, bias=bias, residual=residual

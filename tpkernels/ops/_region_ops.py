@@ -44,10 +44,12 @@ def _without(x: Tensor, dim: int) -> list[int]:
 
 
 def _copy(x: Tensor, group_name: str) -> Tensor:
+    _check(x, _groups.resolve(group_name))
     return x.clone(memory_format=torch.contiguous_format)
 
 
 def _copy_fake(x: Tensor, group_name: str) -> Tensor:
+    _check(x, _groups.resolve(group_name))
     return x.new_empty(x.shape)
 
 
@@ -129,13 +131,18 @@ def _reduce_scatter(x: Tensor, dim: int, shard_sizes: list[int] | None, group_na
         lambda r: {"x's dtype": str(x.dtype), "x's shape": list(x.shape), "dim": r[1], "shard_sizes": r[2]},
     )
     _paths.record("reduce_scatter", transport, "none")
-    out = _collectives.reduce_scatter(x, d, sizes, group, x.dtype)
-    return out.clone() if group.world == 1 else out
+    return _collectives.reduce_scatter(x, d, sizes, group, x.dtype)
 
 
 def _split(x: Tensor, dim: int, shard_sizes: list[int] | None, group_name: str) -> Tensor:
     group = _groups.resolve(group_name)
-    d, sizes = _plan_scatter(x, dim, shard_sizes, group)
+    d, sizes = _agreement.validated(
+        "split",
+        group,
+        x,
+        lambda: _plan_scatter(x, dim, shard_sizes, group),
+        lambda r: {"x's dtype": str(x.dtype), "x's shape": list(x.shape), "dim": r[0], "shard_sizes": r[1]},
+    )
     return _collectives.own_slice(x, d, sizes, group)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +24,20 @@ def register(
 ) -> None:
     """Give op ``tpkernels::name`` its implementation (CPU and CUDA), its fake and, if it has one, its gradient."""
     for key in ("CPU", "CUDA"):
-        _library.impl(name, implementation, key)
+        _library.impl(name, _without_autocast(implementation, key.lower()), key)
     torch.library.register_fake(f"tpkernels::{name}", fake)
     if backward is not None:
         torch.library.register_autograd(f"tpkernels::{name}", backward, setup_context=setup_context)
+
+
+def _without_autocast(implementation: Callable[..., Any], device: str) -> Callable[..., Any]:
+    """Autocast chose the operands' dtypes before; inside it would round float32 sums to half precision."""
+
+    @functools.wraps(implementation)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_autocast_enabled(device):
+            return implementation(*args, **kwargs)
+        with torch.autocast(device, enabled=False):
+            return implementation(*args, **kwargs)
+
+    return run

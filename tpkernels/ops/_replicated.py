@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tpkernels.ops import _agreement, _checks, _groups, _paths
 from tpkernels.ops._groups import Group
-from tpkernels.ops._matmul import reduce_to, weight_grad
+from tpkernels.ops._matmul import weight_grad
 from tpkernels.ops._products import Plan, bias_grads, no_grad, preact_grads, run_products, validate_products
 from tpkernels.ops._registry import register
 
@@ -55,7 +55,11 @@ def _matmul_replicated(
         group,
         a,
         lambda: _plan_replicated(group, a, bs, biases, bias_of, activation, out_dtype, path),
-        lambda plan: {"a's dtype": str(a.dtype), "a's shape": list(a.shape)},
+        lambda plan: {
+            "a's dtype": str(a.dtype),
+            "a's shape": list(a.shape),
+            "gradient of a wanted": a.requires_grad,
+        },
     )
     return run_products("matmul_replicated", plan, a, bs, activation, return_preact)
 
@@ -102,7 +106,6 @@ def _replicated_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...
         grad_a = torch.ops.tpkernels.matmul_all_reduce(
             [dy for dy, _ in present], [w for _, w in present], None, None, ctx.group, a.dtype, ctx.path
         )
-        grad_a = reduce_to(grad_a, a.shape)
     grad_bs = [
         weight_grad(a, dy, b.shape, ctx.path) if need and dy is not None else None
         for need, dy, b in zip(need_bs, dys, bs, strict=True)

@@ -19,15 +19,15 @@ Errors are of :mod:`tpkernels.errors`: ``ShapeError``, ``DTypeError``, ``DeviceE
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.utils.dlpack
 from torch import Tensor
 
-from tpkernels.errors import ArgumentError, DTypeError
-from tpkernels.ops import _gather, _matmul, _reduce, _region_ops, _replicated  # noqa: F401 - register the ops
+from tpkernels.errors import ArgumentError, DTypeError, TpkError
+from tpkernels.ops import _agreement, _gather, _matmul, _reduce, _region_ops, _replicated  # noqa: F401 - register the ops
+from tpkernels.ops._arrays import tensor
 from tpkernels.ops._groups import GroupLike, group_name_of
 
 _ops = torch.ops.tpkernels
@@ -61,15 +61,16 @@ def matmul(
     Returns:
         [..., M, N].
     """
-    a, b = _tensor("a", a), _tensor("b", b)
-    bias = None if bias is None else _tensor("bias", bias)
+    a, b = tensor("a", a), tensor("b", b)
+    bias = None if bias is None else tensor("bias", bias)
+    _check_options(path, activation, out_dtype)
     if accumulate_into is not None:
         if bias is not None or activation is not None or out_dtype is not None:
             raise ArgumentError(
                 "accumulate_into: it cannot be combined with bias, activation or out_dtype, which would be applied "
                 "to a part of the sum; apply them to the result."
             )
-        _ops.matmul_accumulate(a.detach(), b.detach(), _tensor("accumulate_into", accumulate_into), path)
+        _ops.matmul_accumulate(a.detach(), b.detach(), tensor("accumulate_into", accumulate_into), path)
         return accumulate_into
     name = activation or "none"
     a, b, bias = _autocast(a, b, bias)
@@ -113,8 +114,14 @@ def all_gather_matmul(
     Returns:
         [..., N] with the gathered rows; a list if ``b`` is a list; ``(that, gathered)`` if ``return_gathered``.
     """
-    bs, bias_list, bias_of = _lists(b, biases)
-    a_shard = _tensor("a_shard", a_shard)
+    group_name = group_name_of(group)
+    try:
+        bs, bias_list, bias_of = _lists(b, biases)
+        a_shard = tensor("a_shard", a_shard)
+        _check_options(path, activation, out_dtype, {"gather_dim": gather_dim}, shard_sizes)
+    except TpkError as error:
+        _agreement.announce("all_gather_matmul", group_name, error)
+        raise
     name = activation or "none"
     a_shard, *cast = _autocast(a_shard, *bs, *bias_list)
     bs, bias_list = cast[: len(bs)], cast[len(bs) :]
@@ -128,7 +135,7 @@ def all_gather_matmul(
         name,
         gather_dim,
         shard_sizes,
-        group_name_of(group),
+        group_name,
         out_dtype,
         keep_preact,
         return_gathered,
@@ -157,14 +164,20 @@ def matmul_replicated(
 
     Arguments and result as in :func:`all_gather_matmul`, without the gather.
     """
-    bs, bias_list, bias_of = _lists(b, biases)
-    a = _tensor("a", a)
+    group_name = group_name_of(group)
+    try:
+        bs, bias_list, bias_of = _lists(b, biases)
+        a = tensor("a", a)
+        _check_options(path, activation, out_dtype)
+    except TpkError as error:
+        _agreement.announce("matmul_replicated", group_name, error)
+        raise
     name = activation or "none"
     a, *cast = _autocast(a, *bs, *bias_list)
     bs, bias_list = cast[: len(bs)], cast[len(bs) :]
     keep = _keep_preact(name, save_preact, a, *bs, *bias_list)
     out: list[Tensor] = _ops.matmul_replicated(
-        a, bs, bias_list, bias_of, name, group_name_of(group), out_dtype, keep, path
+        a, bs, bias_list, bias_of, name, group_name, out_dtype, keep, path
     )
     return out[: len(bs)] if _is_list(b) else out[0]
 
@@ -197,9 +210,15 @@ def matmul_reduce_scatter(
     Returns:
         This rank's rows, [..., N]. Partials are added in rank order in float32: the same bits on every run.
     """
-    as_, bs, bias, residual = _pairs(a, b, bias, residual)
+    group_name = group_name_of(group)
+    try:
+        as_, bs, bias, residual = _pairs(a, b, bias, residual, out_dtype)
+        _check_options(path, None, out_dtype, {"scatter_dim": scatter_dim}, shard_sizes)
+    except TpkError as error:
+        _agreement.announce("matmul_reduce_scatter", group_name, error)
+        raise
     out: Tensor = _ops.matmul_reduce_scatter(
-        as_, bs, bias, residual, scatter_dim, shard_sizes, group_name_of(group), out_dtype, path
+        as_, bs, bias, residual, scatter_dim, shard_sizes, group_name, out_dtype, path
     )
     return out
 
@@ -219,8 +238,14 @@ def matmul_all_reduce(
     Arguments as in :func:`matmul_reduce_scatter`; ``residual`` has the shape of the whole product and is the
     same on every rank. The result is replicated: bitwise equal on every rank.
     """
-    as_, bs, bias, residual = _pairs(a, b, bias, residual)
-    out: Tensor = _ops.matmul_all_reduce(as_, bs, bias, residual, group_name_of(group), out_dtype, path)
+    group_name = group_name_of(group)
+    try:
+        as_, bs, bias, residual = _pairs(a, b, bias, residual, out_dtype)
+        _check_options(path, None, out_dtype)
+    except TpkError as error:
+        _agreement.announce("matmul_all_reduce", group_name, error)
+        raise
+    out: Tensor = _ops.matmul_all_reduce(as_, bs, bias, residual, group_name, out_dtype, path)
     return out
 
 
@@ -234,13 +259,13 @@ def _lists(
     b: Tensor | Sequence[Tensor], biases: Tensor | Sequence[Tensor | None] | None
 ) -> tuple[list[Tensor], list[Tensor], list[int]]:
     """Weights, the biases that there are, and which weight each of those belongs to."""
-    bs = [_tensor(f"b[{i}]", w) for i, w in enumerate(b)] if _is_list(b) else [_tensor("b", b)]
+    bs = [tensor(f"b[{i}]", w) for i, w in enumerate(b)] if _is_list(b) else [tensor("b", b)]
     given = list(biases) if biases is not None and _is_list(biases) else [biases]
     if biases is not None and len(given) != len(bs):
         raise ArgumentError(
             f"biases: expected one bias (or None) per weight, {len(bs)} in all, got {len(given)}."
         )
-    present = [(i, _tensor(f"biases[{i}]", bias)) for i, bias in enumerate(given) if bias is not None]
+    present = [(i, tensor(f"biases[{i}]", bias)) for i, bias in enumerate(given) if bias is not None]
     return bs, [bias for _, bias in present], [i for i, _ in present]
 
 
@@ -249,13 +274,45 @@ def _pairs(
     b: Tensor | Sequence[Tensor],
     bias: Tensor | None,
     residual: Tensor | None,
+    out_dtype: torch.dtype | None,
 ) -> tuple[list[Tensor], list[Tensor], Tensor | None, Tensor | None]:
-    as_ = [_tensor(f"a[{i}]", x) for i, x in enumerate(a)] if _is_list(a) else [_tensor("a", a)]
-    bs = [_tensor(f"b[{i}]", w) for i, w in enumerate(b)] if _is_list(b) else [_tensor("b", b)]
-    bias = None if bias is None else _tensor("bias", bias)
-    residual = None if residual is None else _tensor("residual", residual)
-    bias, residual, *cast = _autocast(bias, residual, *as_, *bs)
+    as_ = [tensor(f"a[{i}]", x) for i, x in enumerate(a)] if _is_list(a) else [tensor("a", a)]
+    bs = [tensor(f"b[{i}]", w) for i, w in enumerate(b)] if _is_list(b) else [tensor("b", b)]
+    bias = None if bias is None else tensor("bias", bias)
+    residual = None if residual is None else tensor("residual", residual)
+    if len(as_) == 0 or len(as_) != len(bs):
+        raise ArgumentError(
+            f"a, b: expected as many operands as weights, at least one, got {len(as_)} and {len(bs)}."
+        )
+    autocast_residual, bias, *cast = _autocast(residual, bias, *as_, *bs)
+    if residual is not None and autocast_residual is not residual:  # as wide as the sum it is added to
+        residual = residual.to(out_dtype or autocast_residual.dtype)
     return cast[: len(as_)], cast[len(as_) :], bias, residual
+
+
+def _check_options(
+    path: object,
+    activation: object,
+    out_dtype: object,
+    dims: Mapping[str, object] | None = None,
+    shard_sizes: object = None,
+) -> None:
+    """Types that the dispatcher would refuse in words of its own."""
+    integer = (int, torch.SymInt)
+    for name, value, kind, optional in (
+        ("path", path, (str,), False),
+        ("activation", activation, (str,), True),
+        ("out_dtype", out_dtype, (torch.dtype,), True),
+        ("shard_sizes", shard_sizes, (list, tuple), True),
+        *((name, value, integer, False) for name, value in (dims or {}).items()),
+    ):
+        if not isinstance(value, kind) and not (optional and value is None):
+            expected = " or ".join(k.__name__ for k in kind if k is not torch.SymInt)
+            raise DTypeError(f"{name}: expected {expected}{' or None' if optional else ''}, got {value!r}.")
+    if isinstance(shard_sizes, (list, tuple)):
+        for rank, size in enumerate(shard_sizes):
+            if not isinstance(size, integer):
+                raise DTypeError(f"shard_sizes: expected integers, got {size!r} for rank {rank}.")
 
 
 def _is_list(value: object) -> bool:
@@ -271,19 +328,3 @@ def _autocast(*tensors: Any) -> list[Any]:
     # float64 stays, as autocast itself leaves it; integers stay, so that their error names them.
     narrowed = (torch.float32, torch.bfloat16, torch.float16)
     return [t.to(dtype) if t is not None and t.dtype in narrowed else t for t in tensors]
-
-
-def _tensor(name: str, value: Any) -> Tensor:
-    """A dense torch tensor: itself, or a view of any array that speaks DLPack (CuPy, NumPy, JAX)."""
-    if not isinstance(value, Tensor):
-        if not hasattr(value, "__dlpack__"):
-            raise DTypeError(
-                f"{name}: expected a torch.Tensor or an array with DLPack support, got {type(value).__name__}."
-            )
-        value = torch.utils.dlpack.from_dlpack(value)
-    tensor: Tensor = value
-    if tensor.layout != torch.strided:
-        raise ArgumentError(
-            f"{name}: expected a dense (strided) tensor, got layout {tensor.layout}; call .to_dense()."
-        )
-    return tensor

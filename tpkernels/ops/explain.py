@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +10,8 @@ import torch
 from torch import Tensor
 
 from tpkernels.errors import ArgumentError
-from tpkernels.ops import _checks, _gemm, _groups, _paths
+from tpkernels.ops import _collectives, _gemm, _groups, _paths, api
+from tpkernels.ops._arrays import tensor
 
 _OPS = ("matmul", "all_gather_matmul", "matmul_replicated", "matmul_reduce_scatter", "matmul_all_reduce")
 
@@ -39,7 +39,7 @@ class Explanation:
 
     def __str__(self) -> str:
         lines = [f"{self.op}: path {self.path}", f"  product   {self.product}", f"  because   {self.why}"]
-        if self.path != self.path.partition("+")[0]:
+        if "+" in self.path:
             lines.append(f"  receives  {self.wire_bytes:,} bytes from other ranks")
         if self.plan is not None:
             used = "" if self.path.endswith("streamk") else " (not on this path)"
@@ -52,80 +52,105 @@ class Explanation:
         return "\n".join(lines)
 
 
-def explain(
-    op: str,
-    a: Tensor,
-    b: Tensor | Sequence[Tensor],
-    group: _groups.GroupLike = None,
-    *,
-    path: str = "auto",
-    gather_dim: int = 0,
-    shard_sizes: Sequence[int] | None = None,
-    **_: Any,
-) -> Explanation:
-    """Tell what ``tpkernels.<op>(a, b, group, ...)`` would run.
+def explain(op: str, a: Any, b: Any, group: _groups.GroupLike = None, **options: Any) -> Explanation:
+    """Tell what ``tpkernels.<op>(a, b, group, **options)`` would run.
 
-    Only shapes, strides, dtypes and devices are read: tensors made by ``torch.empty(..., device="meta")`` do.
-    No communication takes place. Other keyword arguments of the operation are accepted and ignored.
+    Only shapes, strides, dtypes and devices are read: tensors made by ``torch.empty(..., device="meta")`` do, and
+    stand for tensors on the group's device (for ``matmul``, on CUDA where there is a GPU). Nothing is computed and
+    nothing is communicated.
 
     Args:
         op: "matmul", "all_gather_matmul", "matmul_replicated", "matmul_reduce_scatter" or "matmul_all_reduce".
-        a: left operand as the operation takes it.
-        b: weight or list of weights.
+        a: left operand, or a list of them, as the operation takes it.
+        b: weight, or a list of weights.
         group: process group of a distributed operation.
-        path: as in the operation.
-        gather_dim: as in all_gather_matmul.
-        shard_sizes: as in all_gather_matmul.
+        options: other arguments of the operation.
 
     Raises:
-        ArgumentError: unknown operation, or a path that does not exist.
-        ShapeError, DTypeError, DeviceError: as the operation itself.
-        BackendError: a path that was asked for cannot run here.
+        ArgumentError: unknown operation.
+        TypeError: an option that the operation does not have.
+        TpkError: whatever the operation itself would raise, ``BackendError`` included.
     """
     if op not in _OPS:
         raise ArgumentError(f"op: expected one of {', '.join(_OPS)}, got {op!r}.")
-    weight = b if isinstance(b, Tensor) else b[0]
-    operand = a if isinstance(a, Tensor) else a[0]
-    _checks.check_product("a", operand, "b", weight)
-    distributed = op != "matmul"
-    request = _paths.parse(path, operand.device.type, distributed=distributed)
-    choice = _paths.choose_gemm(request, operand.device.type, operand.dtype)
-    transport, wire, shape = "none", 0, list(operand.shape)
-    if distributed:
-        members = _groups.resolve(_groups.group_name_of(group))
-        transport = _groups.transport_of(members, operand.device, "a")
-        _paths.check_transport(request, transport, members.name)
-        if op == "all_gather_matmul":
-            dim = _checks.check_dim("gather_dim", gather_dim, "a", operand)
-            shape[dim] = sum(_groups.gather_sizes(operand.shape[dim], shard_sizes, members, "a"))
-        wire = _wire_bytes(op, operand, shape, weight.shape[-1], members.world)
-    if wire == 0:
-        transport = "none"
-    name = choice.gemm if transport == "none" else f"{transport}+{choice.gemm}"
-    whole = torch.empty(shape, dtype=operand.dtype, device="meta")
-    product = _gemm.describe(whole, weight)
-    return Explanation(op, name, product, choice.why, wire, _streamk_plan(operand, whole, weight))
+    operand, weight = _tensors("a", a)[0], _tensors("b", b)[0]
+    groups = () if op == "matmul" else (group,)
+    # The operation on meta tensors runs all its checks and gives the result's shape.
+    result = getattr(api, op)(_meta(a), _meta(b), *groups, **{k: _meta(v) for k, v in options.items()})
+    out = _tensors("result", result)[0]
 
-
-def _wire_bytes(op: str, a: Tensor, whole: Sequence[int], n: int, world: int) -> int:
-    rows, item = math.prod(whole[:-1]), a.element_size()
+    members = None if op == "matmul" else _groups.resolve(_groups.group_name_of(group))
+    device = _device_type(operand, members)
+    request = _paths.parse(options.get("path", "auto"), device, distributed=members is not None)
+    choice = _paths.choose_gemm(request, device, operand.dtype)
+    shape = list(operand.shape)
     if op == "all_gather_matmul":
-        return (math.prod(whole) - a.numel()) * item
-    share = rows * n * item * (world - 1) // world
-    return {"matmul_replicated": 0, "matmul_reduce_scatter": share, "matmul_all_reduce": 2 * share}[op]
+        dim = options.get("gather_dim", 0) % operand.dim()
+        shape[dim] = out.shape[dim]
+    whole = torch.empty(shape, dtype=operand.dtype, device="meta")
+    name, wire = choice.gemm, 0
+    if members is not None and members.world > 1 and op != "matmul_replicated":
+        transport = _groups.transport_of(members, torch.device(device), "a")
+        _paths.check_transport(request, transport, members.name)
+        name = f"{transport}+{choice.gemm}"
+        wire = _wire_bytes(op, operand, out, members, options)
+    plan = _streamk_plan(device, operand, whole, weight)
+    return Explanation(op, name, _gemm.describe(whole, weight), choice.why, wire, plan)
 
 
-def _streamk_plan(operand: Tensor, whole: Tensor, weight: Tensor) -> dict[str, Any] | None:
-    device = "cuda" if operand.device.type in ("cuda", "meta") else operand.device.type
+def _tensors(name: str, value: Any) -> list[Tensor]:
+    """The tensors of an operand or result, which may be one, a list, or a list and the gathered operand."""
+    if isinstance(value, (list, tuple)):
+        if len(value) == 0:
+            raise ArgumentError(f"{name}: expected at least one tensor, got an empty list.")
+        return [x for item in value for x in _tensors(name, item)]
+    return [tensor(name, value)]
+
+
+def _meta(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_meta(item) for item in value]
+    if isinstance(value, Tensor) or hasattr(value, "__dlpack__"):
+        return tensor("argument", value).detach().to("meta")
+    return value
+
+
+def _device_type(operand: Tensor, members: _groups.Group | None) -> str:
+    if operand.device.type != "meta":
+        return operand.device.type
+    types = ["cpu", "cuda"] if members is None else [d.type for d in members.process_group._device_types]
+    return "cuda" if "cpu" not in types or ("cuda" in types and torch.cuda.is_available()) else "cpu"
+
+
+def _wire_bytes(op: str, a: Tensor, out: Tensor, members: _groups.Group, options: dict[str, Any]) -> int:
+    """Bytes that this rank receives in the forward pass."""
+    others = members.world - 1
+    if op == "all_gather_matmul":
+        dim = options.get("gather_dim", 0) % a.dim()
+        sizes = options.get("shard_sizes") or [a.shape[dim]] * members.world
+        row = math.prod(n for d, n in enumerate(a.shape) if d != dim)
+        received: int = others * max(sizes) * row * a.element_size()  # shorter shards are padded for the wire
+        return received
+    size = out.numel() * out.element_size()
+    if op == "matmul_reduce_scatter" or size <= _collectives.ONE_SHOT_BYTES:
+        return others * size
+    rows = _groups.shard_sizes(math.prod(out.shape[:-1]), members.world)
+    row_bytes = out.shape[-1] * out.element_size()
+    return others * (rows[members.rank] + max(rows)) * row_bytes
+
+
+def _streamk_plan(device: str, operand: Tensor, whole: Tensor, weight: Tensor) -> dict[str, Any] | None:
     if operand.dtype not in _paths.STREAMK_DTYPES.get(device, ()):
         return None
     batch = math.prod(whole.shape[:-2]) if weight.dim() > 2 else 1
     m = whole.shape[-2] if weight.dim() > 2 else math.prod(whole.shape[:-1])
-    workers = 0
+    architecture, multiprocessors = device, 0
     if operand.is_cuda:
-        workers = torch.cuda.get_device_properties(operand.device).multi_processor_count
+        properties = torch.cuda.get_device_properties(operand.device)
+        multiprocessors = properties.multi_processor_count
+        architecture = "sm80" if properties.major == 8 else "sm90"
     kind, numbers, predicted = torch.ops.tpkernels.streamk_plan(
-        batch, m, weight.shape[-1], weight.shape[-2], device, "auto", workers, 1
+        batch, m, weight.shape[-1], weight.shape[-2], architecture, "auto", 0, 1, multiprocessors
     )
     bm, bn, bk, tiles, k_iters, used_workers, splits, partial_tiles = numbers
     return {

@@ -10,12 +10,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tpkernels.ops._arrays import tensor
 from tpkernels.ops._groups import GroupLike, group_name_of
 
 
 def copy_to_group(x: Tensor, group: GroupLike = None) -> Tensor:
     """A replicated ``x`` (any floating point tensor) enters sharded computation: its gradient is summed over ranks."""
-    out: Tensor = torch.ops.tpkernels.copy_to_group(x, group_name_of(group))
+    out: Tensor = torch.ops.tpkernels.copy_to_group(tensor("x", x), group_name_of(group))
     return out
 
 
@@ -25,7 +26,7 @@ def all_reduce(x: Tensor, group: GroupLike = None, op: str = "sum") -> Tensor:
     Sums are formed in rank order in float32 (float64): bitwise equal on every rank and on every run.
     ``op="max"`` has no gradient.
     """
-    out: Tensor = torch.ops.tpkernels.all_reduce(x, op, group_name_of(group))
+    out: Tensor = torch.ops.tpkernels.all_reduce(tensor("x", x), op, group_name_of(group))
     return out
 
 
@@ -47,7 +48,9 @@ def all_gather(
         replicated_grad: True if every rank computes the *same* with the result (the gradient is then this
             rank's slice); False if each rank computes its own part (gradients are summed and scattered).
     """
-    out: Tensor = torch.ops.tpkernels.all_gather(x, dim, shard_sizes, group_name_of(group), replicated_grad)
+    out: Tensor = torch.ops.tpkernels.all_gather(
+        tensor("x", x), dim, shard_sizes, group_name_of(group), replicated_grad
+    )
     return out
 
 
@@ -55,7 +58,7 @@ def reduce_scatter(
     x: Tensor, dim: int = 0, group: GroupLike = None, *, shard_sizes: Sequence[int] | None = None
 ) -> Tensor:
     """Sum ``x`` over the group and keep this rank's ``shard_sizes[rank]`` rows of ``dim`` (None: ceil-split)."""
-    out: Tensor = torch.ops.tpkernels.reduce_scatter(x, dim, shard_sizes, group_name_of(group))
+    out: Tensor = torch.ops.tpkernels.reduce_scatter(tensor("x", x), dim, shard_sizes, group_name_of(group))
     return out
 
 
@@ -63,5 +66,5 @@ def split(
     x: Tensor, dim: int = 0, group: GroupLike = None, *, shard_sizes: Sequence[int] | None = None
 ) -> Tensor:
     """This rank's rows of a replicated ``x`` along ``dim``; the gradient is gathered (None: ceil-split)."""
-    out: Tensor = torch.ops.tpkernels.split(x, dim, shard_sizes, group_name_of(group))
+    out: Tensor = torch.ops.tpkernels.split(tensor("x", x), dim, shard_sizes, group_name_of(group))
     return out

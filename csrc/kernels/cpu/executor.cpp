@@ -116,7 +116,9 @@ class Executor {
       if (failed_.load(std::memory_order_relaxed)) throw std::runtime_error("another thread has failed.");
       if (spin % 64 != 63) continue;
       std::this_thread::yield();  // its writer may need this core
-      if (std::chrono::steady_clock::now() > deadline) {
+      // Looked at once more: this thread may have been stopped since the last look.
+      if (std::chrono::steady_clock::now() > deadline &&
+          written_[slot].load(std::memory_order_acquire) == 0) {
         throw std::runtime_error(
             "streamk_gemm waited for " + std::to_string(timeout_.count()) + " ms for partial " +
             std::to_string(slot) + " of the tile at position " + std::to_string(position) +

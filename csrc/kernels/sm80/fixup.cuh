@@ -36,15 +36,15 @@ __device__ __forceinline__ void publish_partial(const GemmParams& p, int64_t slo
 }
 
 // Out of line, so that its stack frame and registers do not burden the kernel.
-[[noreturn]] static __device__ __noinline__ void report_late_partial(long long slot, long long finisher_slot,
+[[noreturn]] static __device__ __noinline__ void report_late_partial(long long slot, long long end,
                                                                      unsigned seen,
                                                                      unsigned long long timeout_ns) {
   printf(
-      "tpkernels streamk_gemm: CTA %d waited %llu ms for partial tile %lld (the next is %lld), flag %u, "
+      "tpkernels streamk_gemm: CTA %d waited %llu ms for partial tile %lld of those before %lld, flag %u, "
       "expected %u. "
       "The CTA that computes it did not finish: the device is held by another kernel, or this is a bug. "
       "The launch is stopped; its output must not be used.\n",
-      static_cast<int>(blockIdx.x), timeout_ns / 1000000ull, slot, finisher_slot, seen, kPartialReady);
+      static_cast<int>(blockIdx.x), timeout_ns / 1000000ull, slot, end, seen, kPartialReady);
   __trap();
   while (true) {
   }

@@ -14,14 +14,18 @@ namespace tpk::sm80 {
 struct GemmPlan {
   Plan plan;
   TileId tile = TileId::k128x128;
-  int64_t resident = 1;  // CTAs per multiprocessor that the plan counts on
+};
+
+// CTAs that a multiprocessor holds, by tile: what the launcher asked the device for, or what the vector
+// kernels are compiled for.
+struct Residency {
+  int64_t k128x128 = Tile128x128::kMinCtas;
+  int64_t k64x64 = Tile64x64::kMinCtas;
+
+  int64_t of(TileId id) const { return id == TileId::k128x128 ? k128x128 : k64x64; }
 };
 
 namespace detail {
-
-constexpr int64_t resident_ctas(TileId id) {
-  return id == TileId::k128x128 ? Tile128x128::kMinCtas : Tile64x64::kMinCtas;
-}
 
 // CTAs that share a multiprocessor share its tensor cores and bandwidth; a CTA alone cannot keep them busy.
 // The second is a guess, to be refitted together with host/cost_model.hpp.
@@ -39,12 +43,13 @@ inline CostConstants shared_cost(CostConstants c, int64_t resident) {
 // schedule: a name of host/schedule_builder.hpp or "auto". workers: tickets that run at once, 0 for as many
 // as fit. Throws std::invalid_argument with a sentence where an argument makes no sense.
 inline GemmPlan plan_gemm(const Problem& p, int64_t multiprocessors, const CostConstants& cost,
-                          std::string_view schedule, int64_t workers, int64_t splits) {
+                          std::string_view schedule, int64_t workers, int64_t splits,
+                          const Residency& residency = {}) {
   GemmPlan best;
   bool found = false;
   for (const TileId id : kTileIds) {
     const std::array<TileShape, 1> shape = {tile_shape(id)};
-    const int64_t most = detail::resident_ctas(id);
+    const int64_t most = residency.of(id);
     for (const int64_t resident : {int64_t{1}, most}) {
       // A named schedule fills the multiprocessors unless it is told how many workers to use.
       if (schedule != "auto" && resident != most) continue;
@@ -53,7 +58,6 @@ inline GemmPlan plan_gemm(const Problem& p, int64_t multiprocessors, const CostC
       machine.cost = detail::shared_cost(cost, resident);
       GemmPlan candidate;
       candidate.tile = id;
-      candidate.resident = resident;
       if (schedule == "auto") {
         candidate.plan = choose_plan(p, machine, shape);
       } else {
