@@ -46,16 +46,18 @@ inline bool may_overlap(const torch::stable::Tensor& x, const torch::stable::Ten
   const auto y_begin = reinterpret_cast<intptr_t>(y.data_ptr());
   if (x_begin + byte_extent(x) <= y_begin || y_begin + byte_extent(y) <= x_begin) return false;
   const int64_t pitch = x.dim() == 3 ? x.stride(1) * static_cast<int64_t>(x.element_size()) : 0;
-  const auto in_rows = [pitch](const torch::stable::Tensor& t) {
+  const auto row_bytes =
+      [](const torch::stable::Tensor& t) {  // from a row's first element to behind its last
+        return ((t.size(2) - 1) * t.stride(2) + 1) * static_cast<int64_t>(t.element_size());
+      };
+  const auto in_rows = [&](const torch::stable::Tensor& t) {
     const int64_t size = static_cast<int64_t>(t.element_size());
-    return t.dim() == 3 && t.stride(2) == 1 && t.stride(1) * size == pitch &&
+    return t.dim() == 3 && t.stride(1) * size == pitch && row_bytes(t) <= pitch &&
            (t.size(0) == 1 || t.stride(0) * size % pitch == 0);
   };
   if (pitch <= 0 || !in_rows(x) || !in_rows(y)) return true;
   const int64_t behind = ((y_begin - x_begin) % pitch + pitch) % pitch;  // from x's column 0 to y's
-  const int64_t x_width = x.size(2) * static_cast<int64_t>(x.element_size());
-  const int64_t y_width = y.size(2) * static_cast<int64_t>(y.element_size());
-  return behind < x_width || behind + y_width > pitch;
+  return behind < row_bytes(x) || behind + row_bytes(y) > pitch;
 }
 
 // The tensor that is written must not share memory with one that is read.

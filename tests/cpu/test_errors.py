@@ -171,3 +171,13 @@ def test_kernel_timeout_must_be_a_number(monkeypatch):
         tpk.matmul(a, b, path="streamk")
     monkeypatch.setenv("TPK_KERNEL_TIMEOUT_S", "1e30")
     assert torch.allclose(tpk.matmul(a, b, path="streamk"), a @ b, atol=1e-5)
+
+
+def test_the_kernel_op_takes_separate_columns_of_one_buffer():
+    buffer = torch.randn(1, 6, 40)
+    for step in (1, 2):
+        x, out = buffer[:, :, : 8 * step : step], buffer[:, :, 20 : 20 + 5 * step : step]
+        w = torch.randn(1, 8, 5)
+        expected = x.clone() @ w
+        torch.ops.tpkernels.streamk_gemm(x, w, None, out, None, "none", False)
+        assert torch.allclose(out, expected, atol=1e-5)

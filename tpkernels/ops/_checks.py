@@ -160,13 +160,14 @@ def _extent(x: Tensor) -> int:
 
 def _separate_columns(x: Tensor, y: Tensor) -> bool:
     """Two blocks of columns of one row-major buffer, such as buffer[:, :k] and buffer[:, k:]."""
-    if x.dim() != 2 or y.dim() != 2 or x.stride(1) != 1 or y.stride(1) != 1:
+    if x.dim() != 2 or y.dim() != 2:
         return False
     pitch = x.stride(0) * x.element_size()
     if pitch <= 0 or pitch != y.stride(0) * y.element_size():
         return False
+    x_row, y_row = _extent(x[0]), _extent(y[0])
     behind = (y.data_ptr() - x.data_ptr()) % pitch  # from column 0 of x to column 0 of y
-    return behind >= x.shape[1] * x.element_size() and behind + y.shape[1] * y.element_size() <= pitch
+    return max(x_row, y_row) <= pitch and behind >= x_row and behind + y_row <= pitch
 
 
 def _short(dtype: torch.dtype) -> str:
