@@ -18,7 +18,10 @@ def tensor(name: str, value: Any) -> Tensor:
             raise DTypeError(
                 f"{name}: expected a torch.Tensor or an array with DLPack support, got {type(value).__name__}."
             )
+        strides = getattr(value, "strides", None)
         try:
+            if isinstance(strides, tuple) and any(stride < 0 for stride in strides):
+                raise BufferError("it has negative strides")  # torch 2.11 would abort the process
             value = torch.utils.dlpack.from_dlpack(value)
         except (BufferError, RuntimeError, TypeError) as error:  # negative strides, byte order, objects
             raise DTypeError(
