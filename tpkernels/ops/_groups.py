@@ -109,8 +109,13 @@ def shard_sizes(total: int, world: int) -> list[int]:
     return [_between(0, total - rank * chunk, chunk) for rank in range(world)]
 
 
-def _between(low: int, value: int, high: int) -> int:
-    clamped: Any = torch.sym_max(torch.sym_min(value, high), low)  # an int, or a SymInt in a traced graph
+def _between(low: int, value: Any, high: Any) -> int:
+    """``value`` within bounds; values are integers, or SymInts in a traced graph."""
+    clamped: Any
+    if isinstance(value, torch.SymInt) or isinstance(high, torch.SymInt):
+        clamped = torch.sym_max(torch.sym_min(value, high), low)
+    else:  # Dynamo of torch 2.11 cannot trace sym_min of integers
+        clamped = max(low, min(value, high))
     return clamped  # type: ignore[no-any-return]
 
 
