@@ -218,6 +218,14 @@ void check_plans() {
             const tpk::TileShape t = tile_shape(plan.tile);
             expect(t.bm == plan.plan.tile.bm && t.bn == plan.plan.tile.bn,
                    "the plan is for the kernel's tile");
+            for (const tpk::TileShape& forced : kTileShapes) {
+              const GemmPlan other =
+                  plan_gemm({m, n, k, 1}, 20, tpk::kCostSm90, schedule, workers, splits, tpk::name(forced));
+              expect(tpk::name(tile_shape(other.tile)) == tpk::name(forced) &&
+                         tpk::name(other.plan.tile) == tpk::name(forced),
+                     "a tile that is named is taken");
+              expect(other.plan.predicted_us >= plan.plan.predicted_us, "the free choice is the cheapest");
+            }
           }
         }
       }

@@ -4,6 +4,9 @@
 
 #include <cstdint>
 #include <span>
+#include <stdexcept>
+#include <string>
+#include <string_view>
 
 #include "host/check.hpp"
 #include "host/cost_model.hpp"
@@ -17,6 +20,24 @@ struct Machine {
   CostConstants cost;
   int64_t min_iters = ScheduleOptions{}.min_iters;
 };
+
+// "128x64x32": bm, bn, bk.
+inline std::string name(const TileShape& t) {
+  return std::to_string(t.bm) + "x" + std::to_string(t.bn) + "x" + std::to_string(t.bk);
+}
+
+// Those of tiles that text allows: all for "", else the one of that name. Throws std::invalid_argument with a
+// sentence where there is none.
+inline std::span<const TileShape> tiles_named(std::string_view text, std::span<const TileShape> tiles) {
+  if (text.empty()) return tiles;
+  std::string names;
+  for (size_t i = 0; i < tiles.size(); ++i) {
+    if (text == name(tiles[i])) return tiles.subspan(i, 1);
+    names += (i == 0 ? "" : i + 1 < tiles.size() ? ", " : " or ") + name(tiles[i]);
+  }
+  throw std::invalid_argument("tile must be " + names + ", or empty for the cheapest, but it is '" +
+                              std::string(text) + "'.");
+}
 
 struct Plan {
   TileShape tile;

@@ -28,18 +28,19 @@ inline int64_t cpu_threads() {
   return torch::stable::get_num_threads();
 }
 
-// The plan of a product on the CPU; schedule is a name or "auto", workers = 0 means one per thread. Plans are
-// kept: with many threads making one takes longer than a small product.
+// The plan of a product on the CPU; schedule is a name or "auto", workers = 0 means one per thread, tile is a
+// name or "". Plans are kept: with many threads making one takes longer than a small product.
 inline Plan cpu_plan(const char* op, const Problem& p, const std::string& schedule, int64_t workers,
-                     int64_t splits) {
+                     int64_t splits, const std::string& tile) {
   TPK_REQUIRE(workers >= 0, op, ": workers must not be negative (0: one per thread), but it is ", workers,
               ".");
   TPK_REQUIRE(splits >= 1, op, ": splits must be at least 1, but it is ", splits, ".");
-  using Key = std::tuple<int64_t, int64_t, int64_t, int64_t, std::string, int64_t, int64_t, int64_t>;
+  using Key =
+      std::tuple<int64_t, int64_t, int64_t, int64_t, std::string, int64_t, int64_t, std::string, int64_t>;
   static std::mutex mutex;
   static std::map<Key, Plan> plans;
   const int64_t threads = cpu_threads();
-  const Key key{p.batch, p.m, p.n, p.k, schedule, workers, splits, threads};
+  const Key key{p.batch, p.m, p.n, p.k, schedule, workers, splits, tile, threads};
   const std::lock_guard lock(mutex);
   if (const auto found = plans.find(key); found != plans.end()) return found->second;
   constexpr size_t kMostPlans = 4096;
@@ -47,7 +48,7 @@ inline Plan cpu_plan(const char* op, const Problem& p, const std::string& schedu
   try {
     const bool automatic = schedule == "auto";
     const ScheduleKind kind = automatic ? ScheduleKind::kDataParallel : parse_schedule_kind(schedule);
-    const Plan plan = cpu::plan_gemm(p, automatic ? nullptr : &kind, workers, splits, threads);
+    const Plan plan = cpu::plan_gemm(p, automatic ? nullptr : &kind, workers, splits, threads, tile);
     return plans.emplace(key, plan).first->second;
   } catch (const std::invalid_argument& error) {
     throw std::runtime_error(sentence(op, ": ", error.what()));

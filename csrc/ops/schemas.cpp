@@ -40,15 +40,16 @@ STABLE_TORCH_LIBRARY(tpkernels, m) {
 
   // The Stream-K kernel, below every path named "streamk": CPU executor in _C, CUDA kernel in _C_sm80.
   // a [B, M, K], b [B, K, N], bias [N], out and preact [B, M, N], any strides. schedule is a name of
-  // host/schedule_builder.hpp or 'auto'; workers = 0 means as many as run at once.
+  // host/schedule_builder.hpp or 'auto'; workers = 0 means as many as run at once; tile is the name of one of
+  // the device's tiles ("128x128x32" is BM x BN x BK), '' leaves the choice to the cost model.
   m.def(
       "streamk_gemm(Tensor a, Tensor b, Tensor? bias, Tensor(o!) out, Tensor(p!)? preact, str activation, "
-      "bool accumulate, str schedule='auto', int workers=0, int splits=1) -> ()");
+      "bool accumulate, str schedule='auto', int workers=0, int splits=1, str tile='') -> ()");
   // What streamk_gemm would do, without doing it; device is "cpu", "sm80" or "sm90" ("cuda" is sm90),
   // multiprocessors = 0 means 108 and 132:
   // (schedule name, [bm, bn, bk, tiles, k_iters, workers, splits, partial tiles], predicted us).
   m.def(
       "streamk_plan(int batch, int m, int n, int k, str device, str schedule='auto', int workers=0, "
-      "int splits=1, int multiprocessors=0) -> (str, int[], float)");
+      "int splits=1, int multiprocessors=0, str tile='') -> (str, int[], float)");
   m.def("build_info() -> str");
 }

@@ -74,7 +74,7 @@ std::chrono::milliseconds timeout() {
 
 void streamk_gemm(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias, const Tensor& out,
                   const std::optional<Tensor>& preact, const std::string& activation, bool accumulate,
-                  const std::string& schedule, int64_t workers, int64_t splits) {
+                  const std::string& schedule, int64_t workers, int64_t splits, const std::string& tile) {
   TPK_REQUIRE(a.dim() == 3, "streamk_gemm: a must have shape [batch, M, K], but it has shape ", shape_text(a),
               ".");
   TPK_REQUIRE(b.dim() == 3, "streamk_gemm: b must have shape [batch, K, N], but it has shape ", shape_text(b),
@@ -123,7 +123,7 @@ void streamk_gemm(const Tensor& a, const Tensor& b, const std::optional<Tensor>&
     // enough: tickets make a plan finish with any number of threads.
     torch::stable::parallel_for(0, threads, 1, [&](int64_t, int64_t) { body(); });
   };
-  const tpk::Plan plan = tpk::ops::cpu_plan("streamk_gemm", p, schedule, workers, splits);
+  const tpk::Plan plan = tpk::ops::cpu_plan("streamk_gemm", p, schedule, workers, splits, tile);
   try {
     tpk::cpu::streamk_gemm(args, plan, options);
   } catch (const std::bad_alloc&) {

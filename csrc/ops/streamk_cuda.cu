@@ -169,16 +169,17 @@ class Cache {
   }
 
   GemmPlan plan(const Problem& p, const DeviceFacts& d, const Residency& r, const std::string& schedule,
-                int64_t workers, int64_t splits) {
-    const Key key{p.batch,  p.m,      p.n,     p.k,   d.multiprocessors, d.major, r.k128x128,
-                  r.k64x64, schedule, workers, splits};
+                int64_t workers, int64_t splits, const std::string& tile) {
+    const Key key{p.batch,  p.m,     p.n,    p.k, d.multiprocessors, d.major, r.k128x128, r.k64x64,
+                  schedule, workers, splits, tile};
     const std::lock_guard lock(mutex_);
     const auto found = plans_.find(key);
     if (found != plans_.end()) return found->second;
     if (plans_.size() >= kMaxPlans) plans_.clear();
     const tpk::CostConstants& cost = d.major >= 9 ? tpk::kCostSm90 : tpk::kCostSm80;
     try {
-      return plans_[key] = tpk::sm80::plan_gemm(p, d.multiprocessors, cost, schedule, workers, splits, r);
+      return plans_[key] =
+                 tpk::sm80::plan_gemm(p, d.multiprocessors, cost, schedule, workers, splits, tile, r);
     } catch (const std::invalid_argument& error) {
       throw std::runtime_error(tpk::ops::sentence(kOp, ": ", error.what()));
     }
@@ -186,7 +187,7 @@ class Cache {
 
  private:
   using Key = std::tuple<int64_t, int64_t, int64_t, int64_t, int, int, int64_t, int64_t, std::string, int64_t,
-                         int64_t>;
+                         int64_t, std::string>;
   static constexpr size_t kMaxPlans = 4096;
   std::mutex mutex_;
   std::map<int, DeviceFacts> devices_;
@@ -260,7 +261,7 @@ int64_t aligned(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 
 void streamk_gemm(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias, const Tensor& out,
                   const std::optional<Tensor>& preact, const std::string& activation, bool accumulate,
-                  const std::string& schedule, int64_t workers, int64_t splits) {
+                  const std::string& schedule, int64_t workers, int64_t splits, const std::string& tile) {
   check_arguments(a, b, bias, out, preact, workers, splits);
   GemmParams p;
   p.problem = {a.size(1), b.size(2), a.size(2), a.size(0)};
@@ -271,6 +272,11 @@ void streamk_gemm(const Tensor& a, const Tensor& b, const std::optional<Tensor>&
     } catch (const std::invalid_argument& error) {
       REQUIRE(false, "schedule must be auto or a name: ", error.what());
     }
+  }
+  try {
+    tpk::tiles_named(tile, tpk::sm80::kTileShapes);
+  } catch (const std::invalid_argument& error) {
+    REQUIRE(false, error.what());
   }
   p.accumulate = accumulate;
   p.out_kind = *scalar_kind(out);
@@ -300,7 +306,7 @@ void streamk_gemm(const Tensor& a, const Tensor& b, const std::optional<Tensor>&
   };
   const Residency residency{cache.resident(device, kernel_for(TileId::k128x128)),
                             cache.resident(device, kernel_for(TileId::k64x64))};
-  const GemmPlan plan = cache.plan(p.problem, facts, residency, schedule, workers, splits);
+  const GemmPlan plan = cache.plan(p.problem, facts, residency, schedule, workers, splits, tile);
   const KernelInfo kernel = kernel_for(plan.tile);
   p.schedule = plan.plan.schedule;
   p.order = plan.plan.order;

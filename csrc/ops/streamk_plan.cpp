@@ -14,11 +14,9 @@ namespace {
 
 // device: "cpu", or the architecture whose cost constants count. A CUDA plan assumes the residency of the
 // vector kernels; operands that need element loads, and cards with little shared memory, may get another.
-std::tuple<std::string, std::vector<int64_t>, double> streamk_plan(int64_t batch, int64_t m, int64_t n,
-                                                                   int64_t k, const std::string& device,
-                                                                   const std::string& schedule,
-                                                                   int64_t workers, int64_t splits,
-                                                                   int64_t multiprocessors) {
+std::tuple<std::string, std::vector<int64_t>, double> streamk_plan(
+    int64_t batch, int64_t m, int64_t n, int64_t k, const std::string& device, const std::string& schedule,
+    int64_t workers, int64_t splits, int64_t multiprocessors, const std::string& tile) {
   const bool sm80 = device == "sm80";
   TPK_REQUIRE(sm80 || device == "cpu" || device == "cuda" || device == "sm90",
               "streamk_plan: device must be 'cpu', 'cuda', 'sm80' or 'sm90', but it is '", device, "'.");
@@ -31,12 +29,12 @@ std::tuple<std::string, std::vector<int64_t>, double> streamk_plan(int64_t batch
   const tpk::Problem p{m, n, k, batch};
   tpk::Plan plan;
   if (device == "cpu") {
-    plan = tpk::ops::cpu_plan("streamk_plan", p, schedule, workers, splits);
+    plan = tpk::ops::cpu_plan("streamk_plan", p, schedule, workers, splits, tile);
   } else {
     const int64_t count = multiprocessors > 0 ? multiprocessors : sm80 ? 108 : 132;
     const tpk::CostConstants& cost = sm80 ? tpk::kCostSm80 : tpk::kCostSm90;
     try {
-      plan = tpk::sm80::plan_gemm(p, count, cost, schedule, workers, splits).plan;
+      plan = tpk::sm80::plan_gemm(p, count, cost, schedule, workers, splits, tile).plan;
     } catch (const std::invalid_argument& error) {
       throw std::runtime_error(tpk::ops::sentence("streamk_plan: ", error.what()));
     }

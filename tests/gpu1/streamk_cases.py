@@ -27,6 +27,7 @@ SCHEDULES = [
     "own_first",
     "every_shard",
 ]
+TILES = ["128x128x32", "64x64x32"]
 # How a matrix lies in memory: which dim is contiguous, whether 16-byte loads are possible.
 FAST = ["rows", "cols"]
 SLOW = ["rows_odd", "cols_odd", "strided"]
@@ -97,9 +98,10 @@ def gemm(
     schedule: str = "auto",
     workers: int = 0,
     splits: int = 1,
+    tile: str = "",
 ) -> None:
     torch.ops.tpkernels.streamk_gemm(
-        a, b, bias, out, preact, activation, accumulate, schedule, workers, splits
+        a, b, bias, out, preact, activation, accumulate, schedule, workers, splits, tile
     )
 
 

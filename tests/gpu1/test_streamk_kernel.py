@@ -15,6 +15,7 @@ from streamk_cases import (
     OUT_DTYPES,
     SCHEDULES,
     SLOW,
+    TILES,
     check,
     embed,
     gemm,
@@ -132,6 +133,31 @@ def test_schedules_workers_and_splits(schedule: str, generator: torch.Generator)
                 check(
                     a, b, output((1, m, n), torch.float32), schedule=schedule, workers=workers, splits=splits
                 )
+
+
+@pytest.mark.parametrize("tile", TILES)
+def test_tiles_by_name(tile: str, generator: torch.Generator) -> None:
+    a = embed(randn(1, 700, 2100, dtype=torch.bfloat16, generator=generator), "rows")
+    odd = embed(a, "rows_odd")
+    b = embed(randn(1, 2100, 400, dtype=torch.bfloat16, generator=generator), "cols")
+    for schedule in SCHEDULES:
+        for operand in (a, odd):
+            check(operand, b, output((1, 700, 400), torch.bfloat16), schedule=schedule, splits=3, tile=tile)
+
+
+def test_a_tile_that_is_named_is_taken(generator: torch.Generator) -> None:
+    """The bits of a streamed product tell its tile: another size cuts K in other places."""
+    a = randn(1, 1408, 4096, dtype=torch.bfloat16, generator=generator)
+    b = randn(1, 4096, 3840, dtype=torch.bfloat16, generator=generator)
+    outs = {tile: torch.full((1, 1408, 3840), math.nan, device="cuda") for tile in ["", *TILES]}
+    for tile, out in outs.items():
+        gemm(a, b, out, schedule="stream_k", tile=tile)
+    torch.cuda.synchronize()
+    properties = torch.cuda.get_device_properties(0)
+    device, count = "sm80" if properties.major == 8 else "sm90", properties.multi_processor_count
+    plan = torch.ops.tpkernels.streamk_plan(1, 1408, 3840, 4096, device, "stream_k", 0, 1, count)
+    assert torch.equal(outs[""], outs["x".join(map(str, plan[1][:3]))])
+    assert not torch.equal(outs[TILES[0]], outs[TILES[1]])
 
 
 def test_partials_are_fp32(generator: torch.Generator) -> None:

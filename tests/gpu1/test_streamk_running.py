@@ -185,6 +185,10 @@ def bad(**changes: Any) -> dict[str, Any]:
         (lambda: bad(schedule="magic"), "schedule must be"),
         (lambda: bad(workers=-1), "workers must be 0"),
         (lambda: bad(splits=0), "splits must be at least 1"),
+        (
+            lambda: bad(tile="64x64x128"),
+            "tile must be 128x128x32 or 64x64x32, or empty for the cheapest, but",
+        ),
     ],
 )
 def test_errors_are_sentences_and_write_nothing(make: Any, sentence: str) -> None:

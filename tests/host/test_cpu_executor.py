@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Callable
 
 import pytest
@@ -106,6 +107,60 @@ def test_plan_says_what_would_run() -> None:
     assert OPS.streamk_plan(1, 64, 64, 128, "cpu", "split_k", 4, 3)[1][6] == 1
     kind, numbers, _ = OPS.streamk_plan(1, 2048, 3584, 8192, "cuda")
     assert kind in _host.SCHEDULE_KINDS and numbers[5] >= 132
+
+
+CPU_TILES = ["256x256x128", "128x128x128", "64x64x128", "32x256x128", "16x64x128"]
+
+
+@pytest.mark.parametrize(
+    ("device", "tiles"),
+    [("cpu", CPU_TILES), ("sm80", ["128x128x32", "64x64x32"]), ("sm90", ["128x128x32", "64x64x32"])],
+)
+def test_a_plan_has_the_tile_that_is_named(device: str, tiles: list[str]) -> None:
+    size, schedules = (1, 1408, 3840, 4096), ["auto", *_host.SCHEDULE_KINDS]
+    chosen = set()
+    for schedule in schedules:
+        free = OPS.streamk_plan(*size, device, schedule, 0, 2, 0)
+        assert free == OPS.streamk_plan(*size, device, schedule, 0, 2, 0, "")
+        plans = {tile: OPS.streamk_plan(*size, device, schedule, 0, 2, 0, tile) for tile in tiles}
+        for tile, (kind, numbers, _) in plans.items():
+            assert "x".join(map(str, numbers[:3])) == tile
+            assert numbers[3] == -(-1408 // numbers[0]) * -(-3840 // numbers[1])
+            assert schedule in ("auto", kind)
+        assert free == min(plans.values(), key=lambda plan: plan[2])  # the first of equals
+        chosen.add(tuple(free[1][:3]))
+    assert device != "sm90" or len(chosen) > 1  # forcing a schedule alone may change the tile
+
+
+def test_the_product_is_computed_with_the_tile_that_is_named() -> None:
+    """Tiles sum K in other places, so their last bits differ; those of one tile and schedule are the same."""
+    a, b = torch.randn(1, 100, 3000), torch.randn(1, 3000, 90)
+    results = {}
+    for tile in CPU_TILES:
+        out, again = torch.full((2, 1, 100, 90), float("nan"))
+        OPS.streamk_gemm(a, b, None, out, None, "none", False, "stream_k", 7, 1, tile)
+        OPS.streamk_gemm(a, b, None, again, None, "none", False, schedule="stream_k", workers=7, tile=tile)
+        assert torch.equal(out, again)
+        assert torch.allclose(out.double(), a.double() @ b.double(), atol=1e-3)
+        results[tile] = out
+    assert not torch.equal(results["16x64x128"], results["256x256x128"])
+
+
+@pytest.mark.parametrize("schedule", ["auto", "stream_k"])
+@pytest.mark.parametrize("tile", ["128x128x32", "64x64", "x", "64x64x128 "])
+def test_tiles_that_the_cpu_has_not_are_refused(tile: str, schedule: str) -> None:
+    a, b, out = torch.ones(1, 2, 3), torch.ones(1, 3, 5), torch.zeros(1, 2, 5)
+    sentence = (
+        "tile must be 256x256x128, 128x128x128, 64x64x128, 32x256x128 or 16x64x128, or empty for the cheapest, "
+        f"but it is '{tile}'."
+    )
+    with pytest.raises(RuntimeError, match="streamk_gemm: " + re.escape(sentence)):
+        OPS.streamk_gemm(a, b, None, out, None, "none", False, schedule, 0, 1, tile)
+    assert not bool(out.any())
+    with pytest.raises(RuntimeError, match="streamk_plan: " + re.escape(sentence)):
+        OPS.streamk_plan(1, 2, 5, 3, "cpu", schedule, 0, 1, 0, tile)
+    with pytest.raises(RuntimeError, match="streamk_plan: tile must be 128x128x32 or 64x64x32, or empty"):
+        OPS.streamk_plan(1, 2, 5, 3, "sm90", schedule, 0, 1, 0, "128x256x64")
 
 
 def test_build_info_is_json() -> None:

@@ -164,6 +164,7 @@ def _streamk_fake(
     schedule: str = "auto",
     workers: int = 0,
     splits: int = 1,
+    tile: str = "",
 ) -> None:
     """The kernel writes into ``out`` and ``preact`` and returns nothing."""
 

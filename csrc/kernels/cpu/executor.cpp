@@ -3,8 +3,10 @@
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <vector>
 
@@ -171,22 +173,23 @@ void streamk_gemm(const GemmArgs& args, const Plan& plan, const ExecutorOptions&
 }
 
 Plan plan_gemm(const Problem& problem, const ScheduleKind* kind, int64_t workers, int64_t splits,
-               int64_t threads) {
+               int64_t threads, std::string_view tile) {
   // Large tiles pay for packing their operands; small ones keep more threads busy and waste less at the
   // edges.
   static constexpr TileShape kTiles[] = {
       {256, 256, 128}, {128, 128, 128}, {64, 64, 128}, {32, 256, 128}, {16, 64, 128}};
   constexpr int64_t kMinIters = 2;  // 256 of K: a partial costs less here than on a GPU
   const int64_t count = workers > 0 ? workers : max64(1, threads);
-  if (kind == nullptr) return choose_plan(problem, {count, kCostCpu, kMinIters}, kTiles);
+  const std::span<const TileShape> tiles = tiles_named(tile, kTiles);
+  if (kind == nullptr) return choose_plan(problem, {count, kCostCpu, kMinIters}, tiles);
   ScheduleOptions options;
   options.workers = count;
   options.splits = splits;
   options.min_iters = kMinIters;
   Plan best;
-  for (const TileShape& tile : kTiles) {
-    const Plan plan = make_plan(problem, tile, *kind, options, kCostCpu);
-    if (&tile == kTiles || plan.predicted_us < best.predicted_us) best = plan;
+  for (const TileShape& t : tiles) {
+    const Plan plan = make_plan(problem, t, *kind, options, kCostCpu);
+    if (&t == tiles.data() || plan.predicted_us < best.predicted_us) best = plan;
   }
   return best;
 }

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstdint>
 #include <functional>
+#include <string_view>
 
 #include "host/plan.hpp"
 
@@ -46,8 +47,10 @@ struct ExecutorOptions {
 // Throws std::runtime_error with a sentence if a wait outlasts its timeout.
 void streamk_gemm(const GemmArgs& args, const Plan& plan, const ExecutorOptions& options);
 
-// The plan that kind and workers ask for; "auto" is kind = nullptr. workers = 0: one a thread.
+// The plan that kind and workers ask for; "auto" is kind = nullptr. workers = 0: one a thread. tile: a name
+// such as "64x64x128", "" for the cheapest; std::invalid_argument with a sentence where there is no such
+// tile.
 Plan plan_gemm(const Problem& problem, const ScheduleKind* kind, int64_t workers, int64_t splits,
-               int64_t threads);
+               int64_t threads, std::string_view tile = {});
 
 }  // namespace tpk::cpu

@@ -22,7 +22,6 @@ enum class Activation : int32_t { kNone, kRelu, kSilu, kGelu, kGeluTanh };
 enum class OperandLayout : int32_t { kKMajor, kOuterMajor, kStrided };
 
 enum class TileId : int32_t { k128x128, k64x64 };
-constexpr TileId kTileIds[] = {TileId::k128x128, TileId::k64x64};
 
 // Operand elements are 2 bytes; they move in chunks of 16 bytes.
 constexpr int kElementBytes = 2;
@@ -67,9 +66,10 @@ using Tile128x128 = TileConfig<128, 128, 2, 2, 4, 2>;
 // For small outputs: four times as many tiles to spread over the multiprocessors.
 using Tile64x64 = TileConfig<64, 64, 2, 2, 4, 4>;
 
-inline TileShape tile_shape(TileId id) {
-  return id == TileId::k128x128 ? TileShape{Tile128x128::kBM, Tile128x128::kBN, Tile128x128::kBK}
-                                : TileShape{Tile64x64::kBM, Tile64x64::kBN, Tile64x64::kBK};
-}
+// In the order of TileId.
+inline constexpr TileShape kTileShapes[] = {{Tile128x128::kBM, Tile128x128::kBN, Tile128x128::kBK},
+                                            {Tile64x64::kBM, Tile64x64::kBN, Tile64x64::kBK}};
+
+inline TileShape tile_shape(TileId id) { return kTileShapes[static_cast<int>(id)]; }
 
 }  // namespace tpk::sm80

@@ -2,7 +2,6 @@
 // that the launcher, explain() and tests agree without a GPU.
 #pragma once
 
-#include <array>
 #include <span>
 #include <string_view>
 
@@ -41,14 +40,15 @@ inline CostConstants shared_cost(CostConstants c, int64_t resident) {
 }  // namespace detail
 
 // schedule: a name of host/schedule_builder.hpp or "auto". workers: tickets that run at once, 0 for as many
-// as fit. Throws std::invalid_argument with a sentence where an argument makes no sense.
+// as fit. tile: a name such as "128x128x32", "" for the cheapest. Throws std::invalid_argument with a
+// sentence where an argument makes no sense.
 inline GemmPlan plan_gemm(const Problem& p, int64_t multiprocessors, const CostConstants& cost,
                           std::string_view schedule, int64_t workers, int64_t splits,
-                          const Residency& residency = {}) {
+                          std::string_view tile = {}, const Residency& residency = {}) {
   GemmPlan best;
   bool found = false;
-  for (const TileId id : kTileIds) {
-    const std::array<TileShape, 1> shape = {tile_shape(id)};
+  for (const TileShape& shape : tiles_named(tile, kTileShapes)) {
+    const auto id = static_cast<TileId>(&shape - kTileShapes);
     const int64_t most = residency.of(id);
     for (const int64_t resident : {int64_t{1}, most}) {
       // A named schedule fills the multiprocessors unless it is told how many workers to use.
@@ -59,12 +59,12 @@ inline GemmPlan plan_gemm(const Problem& p, int64_t multiprocessors, const CostC
       GemmPlan candidate;
       candidate.tile = id;
       if (schedule == "auto") {
-        candidate.plan = choose_plan(p, machine, shape);
+        candidate.plan = choose_plan(p, machine, std::span(&shape, 1));
       } else {
         ScheduleOptions o;
         o.workers = machine.multiprocessors;
         o.splits = splits;
-        candidate.plan = make_plan(p, shape[0], parse_schedule_kind(schedule), o, machine.cost);
+        candidate.plan = make_plan(p, shape, parse_schedule_kind(schedule), o, machine.cost);
       }
       if (!found || candidate.plan.predicted_us < best.plan.predicted_us) best = candidate;
       found = true;
