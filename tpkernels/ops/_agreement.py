@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tpkernels.errors import MismatchError
-from tpkernels.ops import _collectives
+from tpkernels.ops import _collectives, _nvtx
 from tpkernels.ops._groups import Group, resolve, transport_of
 
 T = TypeVar("T")
@@ -58,7 +58,8 @@ def validated(
     except Exception as caught:
         error = caught
     digest = _FAILED if error is not None else crc32(repr(sorted(described.items())).encode())
-    digests = _exchange(group, sample, digest)
+    with _nvtx.phase("agree"):
+        digests = _exchange(group, sample, digest)
     if error is None and all(d == digest for d in digests):
         assert result is not None
         return result

@@ -8,12 +8,14 @@ by a local sum, which moves exactly as many bytes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tpkernels.ops._groups import Group, shard_sizes
+from tpkernels.ops import _nvtx
+from tpkernels.ops._groups import Group, shard_sizes, transport_of
 
 # Below this many bytes an all-reduce gathers every partial and sums locally: one collective, not two.
 ONE_SHOT_BYTES = 128 * 1024
@@ -31,18 +33,19 @@ def all_gather(x: Tensor, dim: int, sizes: Sequence[int], group: Group) -> Tenso
     """Concatenate every rank's ``x`` along ``dim``; rank r has ``sizes[r]`` rows. Returns a new tensor."""
     if group.world == 1:
         return x.clone(memory_format=torch.contiguous_format)
-    rows = x.movedim(dim, 0).contiguous()
     longest = max(sizes)
     if longest == 0:
         return x.new_empty(_with_dim(x.shape, dim, 0))
-    if rows.shape[0] < longest:  # collectives want equal pieces
-        rows = torch.cat([rows, rows.new_zeros(longest - rows.shape[0], *rows.shape[1:])])
-    gathered = rows.new_empty(group.world * longest, *rows.shape[1:])
-    _all_gather_single(gathered, rows, group=group.process_group)
-    if any(size != longest for size in sizes):
-        pieces = [gathered[r * longest : r * longest + size] for r, size in enumerate(sizes)]
-        gathered = torch.cat(pieces)
-    return gathered.movedim(0, dim).contiguous()
+    with _phase("gather", x, group):
+        rows = x.movedim(dim, 0).contiguous()
+        if rows.shape[0] < longest:  # collectives want equal pieces
+            rows = torch.cat([rows, rows.new_zeros(longest - rows.shape[0], *rows.shape[1:])])
+        gathered = rows.new_empty(group.world * longest, *rows.shape[1:])
+        _all_gather_single(gathered, rows, group=group.process_group)
+        if any(size != longest for size in sizes):
+            pieces = [gathered[r * longest : r * longest + size] for r, size in enumerate(sizes)]
+            gathered = torch.cat(pieces)
+        return gathered.movedim(0, dim).contiguous()
 
 
 def reduce_scatter(
@@ -61,18 +64,20 @@ def reduce_scatter(
     """
     if group.world == 1:  # nothing to send, hence nothing to round before the sum
         return _finish(partial.to(accumulate_dtype(out_dtype), copy=True), bias, residual, out_dtype)
-    rows = partial.movedim(dim, 0).to(out_dtype).contiguous()
-    mine = sizes[group.rank]
-    received = rows.new_empty(group.world * mine, *rows.shape[1:])
-    dist.all_to_all_single(
-        received,
-        rows,
-        output_split_sizes=[mine] * group.world,
-        input_split_sizes=list(sizes),
-        group=group.process_group,
-    )
-    pieces = received.view(group.world, mine, *rows.shape[1:])
-    return _finish(_sum_in_rank_order(pieces).movedim(0, dim), bias, residual, out_dtype)
+    with _phase("reduce_scatter", partial, group):
+        rows = partial.movedim(dim, 0).to(out_dtype).contiguous()
+        mine = sizes[group.rank]
+        received = rows.new_empty(group.world * mine, *rows.shape[1:])
+        dist.all_to_all_single(
+            received,
+            rows,
+            output_split_sizes=[mine] * group.world,
+            input_split_sizes=list(sizes),
+            group=group.process_group,
+        )
+        pieces = received.view(group.world, mine, *rows.shape[1:])
+        with _nvtx.phase("sum"):
+            return _finish(_sum_in_rank_order(pieces).movedim(0, dim), bias, residual, out_dtype)
 
 
 def all_reduce_sum(
@@ -86,26 +91,29 @@ def all_reduce_sum(
     """Sum over ranks, then bias and residual once; bitwise equal on every rank and on every run."""
     if group.world == 1:
         return _finish(partial.to(accumulate_dtype(out_dtype)), bias, residual, out_dtype)
-    sent = partial.to(out_dtype).contiguous()
-    if sent.numel() * sent.element_size() <= ONE_SHOT_BYTES:
-        pieces = sent.new_empty(group.world, *sent.shape)
-        if sent.numel() > 0:
-            _all_gather_single(pieces.view(-1), sent.view(-1), group=group.process_group)
-        return _finish(_sum_in_rank_order(pieces), bias, residual, out_dtype)
-    # Two steps: every rank finishes a block of rows, then the blocks are gathered.
-    rows = sent.view(-1, sent.shape[-1] if sent.dim() > 1 else 1)
-    sizes = shard_sizes(rows.shape[0], group.world)
-    if residual is not None:
-        residual = own_slice(residual.reshape(rows.shape), 0, sizes, group)
-    mine = reduce_scatter(rows, 0, sizes, group, out_dtype, bias=bias, residual=residual)
-    return all_gather(mine, 0, sizes, group).view(sent.shape)
+    with _phase("all_reduce", partial, group):
+        sent = partial.to(out_dtype).contiguous()
+        if sent.numel() * sent.element_size() <= ONE_SHOT_BYTES:
+            pieces = sent.new_empty(group.world, *sent.shape)
+            if sent.numel() > 0:
+                _all_gather_single(pieces.view(-1), sent.view(-1), group=group.process_group)
+            with _nvtx.phase("sum"):
+                return _finish(_sum_in_rank_order(pieces), bias, residual, out_dtype)
+        # Two steps: every rank finishes a block of rows, then the blocks are gathered.
+        rows = sent.view(-1, sent.shape[-1] if sent.dim() > 1 else 1)
+        sizes = shard_sizes(rows.shape[0], group.world)
+        if residual is not None:
+            residual = own_slice(residual.reshape(rows.shape), 0, sizes, group)
+        mine = reduce_scatter(rows, 0, sizes, group, out_dtype, bias=bias, residual=residual)
+        return all_gather(mine, 0, sizes, group).view(sent.shape)
 
 
 def all_reduce_max(x: Tensor, group: Group) -> Tensor:
     """Elementwise maximum over ranks (exact in any order). Returns a new tensor."""
     out = x.clone(memory_format=torch.contiguous_format)
     if group.world > 1 and out.numel() > 0:
-        dist.all_reduce(out, op=dist.ReduceOp.MAX, group=group.process_group)
+        with _phase("all_reduce", x, group):
+            dist.all_reduce(out, op=dist.ReduceOp.MAX, group=group.process_group)
     return out
 
 
@@ -113,6 +121,11 @@ def own_slice(x: Tensor, dim: int, sizes: Sequence[int], group: Group) -> Tensor
     """This rank's rows of ``dim``. Returns a new tensor."""
     begin = sum(sizes[: group.rank])
     return x.narrow(dim, begin, sizes[group.rank]).clone(memory_format=torch.contiguous_format)
+
+
+def _phase(name: str, x: Tensor, group: Group) -> AbstractContextManager[None]:
+    """Profiler range that tells what carries ``x``; the look-up is made only where ranges are on."""
+    return _nvtx.phase(name, transport_of(group, x.device, "tensor") if _nvtx.active() else "")
 
 
 def _sum_in_rank_order(pieces: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tpkernels.ops import _activation
+from tpkernels.ops import _activation, _nvtx
 from tpkernels.ops._collectives import accumulate_dtype
 from tpkernels.ops._paths import Choice
 
@@ -46,23 +46,25 @@ def run(
     want_preact: bool = False,
 ) -> Product:
     """Multiply ``a`` [..., M, K] by ``b`` [K, N] (or batched) with an epilogue. Arguments are checked already."""
-    if choice.gemm == "streamk":
-        return _streamk(a, b, bias, activation, out_dtype, want_preact)
-    return _library(a, b, bias, activation, out_dtype, want_preact)
+    with _nvtx.phase("product", choice.gemm):
+        if choice.gemm == "streamk":
+            return _streamk(a, b, bias, activation, out_dtype, want_preact)
+        return _library(a, b, bias, activation, out_dtype, want_preact)
 
 
 def accumulate(choice: Choice, a: Tensor, b: Tensor, acc: Tensor) -> None:
     """``acc += a @ b``, the sum rounded once to ``acc``'s dtype. ``acc`` has the product's shape."""
-    if choice.gemm == "streamk":
-        a3, b3 = _as_batched(a, b)
-        try:
-            acc3 = acc.view(a3.shape[0], a3.shape[1], b3.shape[2])
-        except RuntimeError:  # batch dimensions that no view can join
-            acc += _streamk(a, b, None, "none", accumulate_dtype(acc.dtype), False).out
+    with _nvtx.phase("product", choice.gemm):
+        if choice.gemm == "streamk":
+            a3, b3 = _as_batched(a, b)
+            try:
+                acc3 = acc.view(a3.shape[0], a3.shape[1], b3.shape[2])
+            except RuntimeError:  # batch dimensions that no view can join
+                acc += _streamk(a, b, None, "none", accumulate_dtype(acc.dtype), False).out
+                return
+            torch.ops.tpkernels.streamk_gemm(a3, b3, None, acc3, None, "none", True)
             return
-        torch.ops.tpkernels.streamk_gemm(a3, b3, None, acc3, None, "none", True)
-        return
-    acc += _library(a, b, None, "none", accumulate_dtype(acc.dtype), False).out
+        acc += _library(a, b, None, "none", accumulate_dtype(acc.dtype), False).out
 
 
 def _streamk(
@@ -82,15 +84,17 @@ def _library(
     if a.is_cuda and out_dtype == a.dtype and bias is not None and activation == "none" and b.dim() == 2:
         # cuBLASLt adds the bias in its own epilogue, before rounding.
         wide = torch.addmm(bias, a.flatten(0, -2), b).view(output_shape(a, b))
+        bias = None
     else:
         wide = _wide_product(a, b, out_dtype, keep_wide=bias is not None or activation != "none")
+    with _nvtx.phase("epilogue"):
         if bias is not None:
             wide = wide + bias
-    out = _activation.forward(wide, activation).to(out_dtype)
-    preact = wide.to(out_dtype) if want_preact else None
-    if preact is not None and preact.data_ptr() == out.data_ptr() and out.numel() > 0:
-        preact = preact.clone()
-    return Product(out, preact)
+        out = _activation.forward(wide, activation).to(out_dtype)
+        preact = wide.to(out_dtype) if want_preact else None
+        if preact is not None and preact.data_ptr() == out.data_ptr() and out.numel() > 0:
+            preact = preact.clone()
+        return Product(out, preact)
 
 
 def _wide_product(a: Tensor, b: Tensor, out_dtype: torch.dtype, *, keep_wide: bool) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tpkernels import _extensions
+from tpkernels.ops import _nvtx
 
 _extensions.load_all()
 _library = torch.library.Library("tpkernels", "IMPL")
@@ -24,20 +25,24 @@ def register(
 ) -> None:
     """Give op ``tpkernels::name`` its implementation (CPU and CUDA), its fake and, if it has one, its gradient."""
     for key in ("CPU", "CUDA"):
-        _library.impl(name, _without_autocast(implementation, key.lower()), key)
+        _library.impl(name, _wrapped(name, implementation, key.lower()), key)
     torch.library.register_fake(f"tpkernels::{name}", fake)
     if backward is not None:
         torch.library.register_autograd(f"tpkernels::{name}", backward, setup_context=setup_context)
 
 
-def _without_autocast(implementation: Callable[..., Any], device: str) -> Callable[..., Any]:
-    """Autocast chose the operands' dtypes before; inside it would round float32 sums to half precision."""
+def _wrapped(name: str, implementation: Callable[..., Any], device: str) -> Callable[..., Any]:
+    """The implementation in its profiler range and without autocast.
+
+    Autocast chose the operands' dtypes before; inside it would round float32 sums to half precision.
+    """
 
     @functools.wraps(implementation)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_autocast_enabled(device):
-            return implementation(*args, **kwargs)
-        with torch.autocast(device, enabled=False):
-            return implementation(*args, **kwargs)
+        with _nvtx.op(name, args):
+            if not torch.is_autocast_enabled(device):
+                return implementation(*args, **kwargs)
+            with torch.autocast(device, enabled=False):
+                return implementation(*args, **kwargs)
 
     return run
