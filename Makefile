@@ -23,7 +23,7 @@ BUILT := tpkernels/_build_info.json
 # The folders are in it too: a deleted source changes nothing else.
 CODE  := $(shell find csrc 2>/dev/null) setup.py tpkernels/_version.py
 CLANG_FORMAT = $(PY) -c 'from clang_format import clang_format as f; f()'
-CXX_FILES = $(shell find csrc cmake tests -type f \( -name '*.hpp' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' \))
+CXX_FILES = $(shell find csrc cmake tests bench -type f \( -name '*.hpp' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' \))
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test build rebuild lint format clean env FORCE
@@ -45,17 +45,17 @@ rebuild:  ## build although no source changed (after setting TPK_WITH_CUDA or TP
 	@rm -f $(BUILT)
 	@$(MAKE) --no-print-directory build
 
-env: $(ENV)/.tpk-test-demo  ## only the environment
+env: $(ENV)/.tpk-test-demo-bench  ## only the environment
 
 # Written only when something was installed, so that the build below follows changes and nothing else.
-$(ENV)/.tpk-test-demo: FORCE
+$(ENV)/.tpk-test-demo-bench: FORCE
 	@command -v "$(PYTHON)" >/dev/null || { echo "tpkernels: there is no $(PYTHON): apt-get install python3, or make PYTHON=python3.11"; exit 1; }
-	@$(PYTHON) .ci/setup_env.py "$(VENV)" "$(TORCH)" test,demo
+	@$(PYTHON) .ci/setup_env.py "$(VENV)" "$(TORCH)" test,demo,bench
 
-$(ENV)/.tpk-lint: $(ENV)/.tpk-test-demo FORCE
+$(ENV)/.tpk-lint: $(ENV)/.tpk-test-demo-bench FORCE
 	@$(PYTHON) .ci/setup_env.py "$(VENV)" "$(TORCH)" lint
 
-$(BUILT): $(ENV)/.tpk-test-demo $(CODE)
+$(BUILT): $(ENV)/.tpk-test-demo-bench $(CODE)
 	@$(PY) .ci/build.py
 
 lint: $(ENV)/.tpk-lint  ## ruff, mypy, clang-format

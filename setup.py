@@ -214,6 +214,20 @@ def find_sources(root: Path) -> dict[str, list[str]]:
     return {name: sorted(p.relative_to(root).as_posix() for p in paths) for name, paths in found.items()}
 
 
+def find_packages(root: Path) -> tuple[list[str], dict[str, str]]:
+    """Names of the packages, and the folders of those that are not where their name says.
+
+    bench/ is installed as tpkernels.bench, and the device headers that its kernels include as data.
+    """
+    moved = {"tpkernels.bench": "bench"}
+    names = []
+    for package, folder in {"tpkernels": "tpkernels", **moved}.items():
+        for init in (root / folder).rglob("__init__.py"):
+            names.append(".".join([package, *init.parent.relative_to(root / folder).parts]))
+    headers = {"tpkernels.include.comm": "csrc/comm"}
+    return sorted([*names, *headers]), {**moved, **headers}
+
+
 def summary(pieces: list[Piece], facts: Mapping[str, str]) -> str:
     """The table that ends a build."""
     lines = ["", "tpkernels build summary", "  " + ", ".join(f"{k} {v}" for k, v in facts.items())]
@@ -231,10 +245,15 @@ def output_of(command: list[str]) -> str:
         return ""
 
 
-def remove_stale(built: Path, source: Path) -> None:
-    """Removes modules of an earlier build that the source no longer has: they would end up in the wheel."""
+def remove_stale(built: Path, source: Path, moved: Mapping[str, Path]) -> None:
+    """Removes modules of an earlier build that the source no longer has: they would end up in the wheel.
+
+    `moved`: subfolders of `built` that come from elsewhere, and from where.
+    """
     for path in list(built.rglob("*.py*")):
-        if path.suffix in (".py", ".pyi") and not (source / path.relative_to(built)).exists():
+        first, *rest = path.relative_to(built).parts
+        origin = moved[first].joinpath(*rest) if first in moved else source / path.relative_to(built)
+        if path.suffix in (".py", ".pyi") and not origin.exists():
             path.unlink()
 
 
@@ -322,7 +341,8 @@ def build_command(pieces: list[Piece], facts: Mapping[str, str], cpp_extension: 
             skipped = {p.name: p.reason for p in pieces if p.reason}
             target = Path(self.get_ext_fullpath("tpkernels._C")).parent / "_build_info.json"
             target.write_text(json.dumps({**facts, "skipped": skipped}, indent=1) + "\n")
-            remove_stale(target.parent, ROOT / "tpkernels")  # with --inplace the two are one folder
+            # With --inplace the first two are one folder.
+            remove_stale(target.parent, ROOT / "tpkernels", {"bench": ROOT / "bench"})
             for old in skipped:  # a piece built earlier must not outlive the reason to skip it
                 for path in target.parent.glob(f"{old}.*so"):
                     path.unlink()
@@ -380,4 +400,6 @@ def plan_build() -> dict[str, Any]:
 if __name__ == "__main__":
     from setuptools import setup
 
-    setup(**(plan_build() if NEEDS_TORCH & set(sys.argv[1:]) else {}))
+    packages, package_dir = find_packages(ROOT)
+    keywords = plan_build() if NEEDS_TORCH & set(sys.argv[1:]) else {}
+    setup(packages=packages, package_dir=package_dir, **keywords)

@@ -379,10 +379,24 @@ def test_modules_that_the_source_lacks_leave_the_build(setup, tmp_path):
         if name in names[:3]:
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             (source / name).touch()
-    setup.remove_stale(built, source)
-    assert {p.relative_to(built).as_posix() for p in built.rglob("*.*")} == set(names[:4])
-    setup.remove_stale(source, source)  # what --inplace does
+    for path in (built / "bench/cli.py", built / "bench/suites/gone.py", tmp_path / "elsewhere/cli.py"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    moved = {"bench": tmp_path / "elsewhere"}
+    setup.remove_stale(built, source, moved)
+    assert {p.relative_to(built).as_posix() for p in built.rglob("*.*")} == {*names[:4], "bench/cli.py"}
+    setup.remove_stale(source, source, moved)  # what --inplace does
     assert len(list(source.rglob("*.py*"))) == 3
+
+
+def test_every_package_is_installed_and_bench_below_tpkernels(setup):
+    names, folders = setup.find_packages(ROOT)
+    assert {"tpkernels", "tpkernels.ops", "tpkernels.bench", "tpkernels.bench.suites"} <= set(names)
+    assert not [n for n in names if n.split(".")[0] != "tpkernels"]
+    assert folders == {"tpkernels.bench": "bench", "tpkernels.include.comm": "csrc/comm"}
+    modules = [p for p in (ROOT / "bench").rglob("*.py") if "results" not in p.parts]
+    packages = {".".join(("tpkernels", *p.parent.relative_to(ROOT).parts)) for p in modules}
+    assert packages <= set(names)  # no folder of modules lacks its __init__.py
 
 
 def test_source_distribution_is_complete(monkeypatch):
@@ -391,7 +405,7 @@ def test_source_distribution_is_complete(monkeypatch):
     files = egg_info.FileList()
     for line in (ROOT / "MANIFEST.in").read_text().splitlines():
         files.process_template_line(line)
-    names = [".clang-format", ".pre-commit-config.yaml", "Makefile", ".ci/run", "bench/quick_gemm.py"]
+    names = [".clang-format", ".pre-commit-config.yaml", "Makefile", ".ci/run", "bench/cli.py"]
     names += ["docs/demo-loss.png", "cmake/CMakeLists.txt", "tests/cpu/test_build.py"]
     assert set(names) <= set(files.files)
     assert not [n for n in files.files if n.endswith((".so", ".pyc")) or n.startswith("bench/out")]

@@ -105,7 +105,7 @@ MAKE = pytest.mark.skipif(shutil.which("make") is None, reason="there is no make
 # Stands for the Python of make: notes builds, makes the files that the real one would.
 FAKE_PYTHON = """#!/bin/sh
 case "$1" in
-*setup_env.py) mkdir -p build/env; [ -e build/env/.tpk-test-demo ] || touch build/env/.tpk-test-demo ;;
+*setup_env.py) mkdir -p build/env; [ -e build/env/.tpk-test-demo-bench ] || touch build/env/.tpk-test-demo-bench ;;
 *build.py) echo build >>builds; touch tpkernels/_build_info.json ;;
 esac
 """
@@ -129,7 +129,7 @@ def test_make_follows_the_version_and_deleted_sources(tmp_path):
         os.utime(
             tmp_path / "tpkernels/_build_info.json", (later - 4, later - 4)
         )  # whatever the clock's grain
-        os.utime(tmp_path / "build/env/.tpk-test-demo", (1e9, 1e9))
+        os.utime(tmp_path / "build/env/.tpk-test-demo-bench", (1e9, 1e9))
         return len((tmp_path / "builds").read_text().split())
 
     assert builds() == 1
@@ -248,6 +248,11 @@ def test_wheel_contents_are_judged():
     assert "60.0 MB" in check.problems(60_000_000, good, [], source)[0]
     assert "tests/cpu/x.py" in check.problems(1, [*good, "tests/cpu/x.py"], [], source)[0]
     assert "lacks tpkernels/_host.so" in check.problems(1, good, ["tpkernels/_host.so"], source)[0]
+    kernel = "tpkernels/bench/kernels/x.cu"
+    assert check.problems(1, [*good, kernel], [kernel], [*source, kernel]) == []
+    assert check.problems(1, [*good, kernel], [], [*source, kernel]) == [
+        f"{kernel} does not belong into the wheel"
+    ]
     stale = check.problems(1, [*good, "tpkernels/gone.py"], source, source)
     assert stale == ["tpkernels/gone.py is not in the source: rm -rf build/lib*"]
 

@@ -1,0 +1,1 @@
+"""Implementations by other libraries, which the suites measure beside ours."""

@@ -1,0 +1,201 @@
+"""From the options to runs: which suites on how many ranks, into which file."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from . import environment, records, suites
+from .errors import BenchError
+from .live import make_display
+from .plan import Job, Profile, Selection, Settings, measured, plan
+from .recorder import Recorder
+from .suite import Options, Suite
+
+__all__ = ["run", "under_torchrun"]
+
+_CPU_RANKS = 2
+
+
+def under_torchrun() -> bool:
+    """True in a process that torchrun (or another launcher that sets its variables) started."""
+    return all(
+        name in os.environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    )
+
+
+def run(given: argparse.Namespace, arguments: Sequence[str]) -> int:
+    """Do what the options say; returns the exit code."""
+    device = given.device or ("cuda" if environment.gpu_count() else "cpu")
+    loaded = [suites.load(name) for name in given.suites]
+    worlds = {suite.name: _worlds(suite, device, given.gpus, only_list=given.list) for suite in loaded}
+    if given.gpus and not any(suite.distributed for suite in loaded) and given.gpus != (1,):
+        raise BenchError(f"gpus: {' and '.join(given.suites)} runs on one GPU; leave --gpus out.")
+    settings = Settings(
+        quick=given.quick,
+        rounds=given.rounds,
+        time_limit=given.time_limit,
+        deadline=time.time() + given.budget if given.budget else 0.0,
+        commit=given.commit,
+    )
+    path = given.out or _default_path(device, max(max(w) for w in worlds.values()))
+    # Another schema is found before measuring.
+    known = records.load(path).latest() if path.exists() and not given.profile else []
+    if given.resume and not path.exists():
+        raise BenchError(f"resume: {path} does not exist; name the file with --out, or leave --resume out.")
+    done = measured(known, retry=given.retry) if given.resume else set()
+    selection = Selection(tuple(given.cases), given.variants, given.skip)
+    plans = {
+        suite.name: [
+            job
+            for world in worlds[suite.name]
+            for job in plan(suite, _options(given, device, world), selection, done, settings)
+        ]
+        for suite in loaded
+    }
+    if given.list:
+        for suite in loaded:
+            _print_plan(suite, plans[suite.name])
+        return 0
+    if given.profile:
+        return _profile(given, loaded, plans)
+    return _run_all(given, loaded, plans, path, arguments)
+
+
+def _run_all(
+    given: argparse.Namespace,
+    loaded: Sequence[Suite],
+    plans: dict[str, list[Job]],
+    path: Path,
+    arguments: Sequence[str],
+) -> int:
+    if under_torchrun():
+        from .under_torchrun import run_jobs
+
+        first = os.environ["RANK"] == "0"
+    else:
+        from .supervisor import run_jobs
+
+        first = True
+    display = make_display(live=first and not given.no_live)
+    again = shlex.join(a for a in arguments if a != "--resume")
+    resume = f"python -m {__package__} {again} --resume"
+    if given.out is None:
+        resume += f" --out {path}"
+    before = len(records.load(path).rows) if path.exists() else 0
+    for suite in loaded:
+        jobs = plans[suite.name]
+        if not jobs:
+            if first:
+                print(f"{suite.name}: everything asked for is in {path} already.")
+            continue
+        recorder = Recorder(path, display, arguments, suite, silent=not first)
+        recorder.show_plan(jobs)
+        try:
+            complete = run_jobs(suite, jobs, recorder)
+        except BaseException as error:
+            recorder.end(complete=False)
+            if first and isinstance(error, KeyboardInterrupt):
+                print(f"\ninterrupted; what was measured is in {path}. To go on: {resume}", file=sys.stderr)
+            raise
+        if complete:
+            for world in dict.fromkeys(job.options.world for job in jobs):
+                recorder.summarise(world)
+        recorder.end(complete=complete)
+        if not complete:
+            if first:
+                print(f"the time budget is spent; what was measured is in {path}. To go on: {resume}")
+            break
+    if not first or not path.exists():
+        return 0
+    rows = records.load(path).rows[before:]
+    bad = [
+        row for row in rows if row.role == "ours" and row.status in ("failed", "timeout", "crashed", "error")
+    ]
+    for row in bad:
+        print(f"{row.suite} {row.case}, {row.variant}: {row.status.upper()}: {row.reason}")
+    if rows:
+        print(f"{len(rows)} rows in {path}; to see them: python -m {__package__} report {path}")
+    return 1 if bad else 0
+
+
+def _profile(given: argparse.Namespace, loaded: Sequence[Suite], plans: dict[str, list[Job]]) -> int:
+    from . import profile
+
+    if under_torchrun():
+        raise BenchError("profile: it starts its own ranks; use --gpus N without torchrun.")
+    chosen = [job for suite in loaded for job in plans[suite.name]]
+    cases = {(job.suite, item.case, item.dtype, job.options.world) for job in chosen for item in job.items}
+    if len(cases) != 1 or len(given.variants) != 1:
+        raise BenchError(
+            f"profile: expected exactly one case and one variant, got {len(cases)} cases and {len(given.variants)} "
+            "variants; choose with --case and --variant, --list shows them."
+        )
+    variant = given.variants[0]
+    job = next(job for job in chosen for item in job.items if variant in item.variants)
+    out = given.out or Path("bench-results") / f"profile-{given.profile}-{time.strftime('%Y-%m-%d-%H%M%S')}"
+    return profile.start(job, variant, Profile(given.profile, given.steps, str(out), given.kernel))
+
+
+def _worlds(suite: Suite, device: str, gpus: Sequence[int], *, only_list: bool = False) -> Sequence[int]:
+    """Numbers of ranks of a suite."""
+    launched = int(os.environ["WORLD_SIZE"]) if under_torchrun() else 0
+    if launched and gpus not in ((), (launched,)):
+        raise BenchError(f"gpus: torchrun started {launched} ranks; leave --gpus out.")
+    if not suite.distributed:
+        if launched > 1:
+            raise BenchError(f"{suite.name}: runs in one process; start it without torchrun.")
+        return (1,)
+    there = environment.gpu_count() if device == "cuda" else 0
+    wanted = (launched,) if launched else gpus or (there or _CPU_RANKS,)
+    for world in wanted:
+        if device == "cuda" and world > max(there, launched) and not only_list:
+            mend = f"use --gpus {there}" if there else "use --device cpu"
+            raise BenchError(f"gpus: {world} asked for, {there} found (nvidia-smi -L lists them); {mend}.")
+        if world < suite.smallest_world:
+            raise BenchError(
+                f"{suite.name}: needs {suite.smallest_world} or more ranks, got {world}; on one GPU run gemm."
+            )
+    return wanted
+
+
+def _options(given: argparse.Namespace, device: str, world: int) -> Options:
+    return Options(
+        device=device,
+        world=world,
+        dtypes=given.dtypes,
+        sets=given.sets,
+        models=given.models,
+        rows=given.rows,
+        ops=given.ops,
+        sweep=given.sweep,
+        seed=given.seed,
+        small=given.small or device == "cpu",
+    )
+
+
+def _default_path(device: str, world: int) -> Path:
+    name = f"{time.strftime('%Y-%m-%d')}_{environment.gpu_short_name(device)}x{world}.jsonl"
+    return Path("bench-results") / name
+
+
+def _print_plan(suite: Suite, jobs: Sequence[Job]) -> None:
+    print(f"{suite.name}: {suite.what}")
+    for job in jobs:
+        options = job.options
+        own = f", in processes of its own: {job.isolated}" if job.isolated else ""
+        print(f"\n{len(job.items)} cases on {options.world} {options.device} rank(s){own}")
+        for item in job.items:
+            print(f"  {item.case:<34} {item.dtype:<9} {', '.join(item.variants)}")
+    if jobs:
+        baseline = suite.baseline(jobs[0].options)
+        print("\nvariants")
+        for variant in suite.variants(jobs[0].options):
+            mark = " (baseline)" if variant.name == baseline else ""
+            print(f"  {variant.name:<26} {variant.role:<8} {variant.what}{mark}")
+    print()

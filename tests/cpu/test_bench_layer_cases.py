@@ -1,0 +1,223 @@
+"""Cases, flops, weights, the float64 reference and the judge of the layer and train suites, in one process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench.blocks import dense, shapes
+from bench.blocks.judge import allowed, worst
+from bench.blocks.peaks import data_sheet_tflops
+from bench.blocks.reference import inputs, layer_reference
+from bench.blocks.shapes import TINY, Layer, Tokens
+from bench.blocks.weights import Part, draw_, share
+from bench.errors import BenchError
+from bench.models import MODELS, Model
+from bench.suite import Options
+from bench.suites.layer import SUITE as LAYER
+from bench.suites.layer import layer_of
+from bench.suites.train import SUITE as TRAIN
+
+PLAIN = Model(hidden=48, ffn=96, heads=6, kv_heads=6, head_dim=8, layers=2, gated=False)
+WIDE_HEADS = Model(hidden=48, ffn=96, heads=12, kv_heads=6, head_dim=8, layers=2)
+
+
+def test_layer_cases_by_default_and_by_name() -> None:
+    names = [case.name for case in LAYER.cases(Options(world=2))]
+    assert names[:4] == [
+        "mlp llama8b M8192",
+        "attention llama8b M8192",
+        "block llama8b M8192",
+        "mlp llama8b M2048",
+    ]
+    assert len(names) == len(set(names)) == 12
+    cases = LAYER.cases(Options(world=4, models=("gpt3",), rows=(4096,), ops=("block",), dtypes=("float16",)))
+    assert [(c.name, c.dtype, c.params["batch"], c.params["seq"]) for c in cases] == [
+        ("block gpt3 M4096", "float16", 2, 2048)
+    ]
+    assert layer_of(cases[0]) == Layer("block", MODELS["gpt3"], Tokens(2, 2048))
+    assert [
+        c.params["batch"] for c in LAYER.cases(Options(rows=(4097,), ops=("mlp",), models=("gpt3",)))
+    ] == [1]
+    small = LAYER.cases(Options(device="cpu", world=2))
+    assert [c.name for c in small] == ["mlp tiny M48", "attention tiny M48", "block tiny M48"]
+    assert {c.dtype for c in small} == {"float32"}
+
+
+def test_train_cases_by_default_and_by_name() -> None:
+    names = [case.name for case in TRAIN.cases(Options(world=2))]
+    assert names == [
+        "step small", "step medium", "step large", "step xlarge", "step llama8b-4layers",
+    ]  # fmt: skip
+    assert [c.name for c in TRAIN.cases(Options(device="cpu", world=2))] == ["step tiny"]
+    (case,) = TRAIN.cases(Options(world=2, models=("llama70b-2layers",), dtypes=("float32",)))
+    assert (case.dtype, case.params["hidden"], case.params["vocab"]) == ("float32", 8192, 32768)
+
+
+@pytest.mark.parametrize(
+    ("suite", "options", "message"),
+    [
+        (LAYER, Options(models=("llama8",)), "--model: 'llama8' is not known.*Did you mean 'llama8b'"),
+        (LAYER, Options(ops=("blok",)), "--op: 'blok' is not known; expected one of mlp, attention, block"),
+        (LAYER, Options(dtypes=("int8",)), "--dtype: 'int8' is not known"),
+        (TRAIN, Options(models=("llama8b",)), "--model: 'llama8b' is not known.*llama8b-4layers"),
+        (TRAIN, Options(dtypes=("float16",)), "--dtype: 'float16' is not known"),
+    ],
+)
+def test_unknown_names_are_sentences(suite: object, options: Options, message: str) -> None:
+    with pytest.raises(BenchError, match=message):
+        suite.cases(options)  # type: ignore[attr-defined]
+
+
+def test_variants_of_both_devices() -> None:
+    for suite in (LAYER, TRAIN):
+        names = [v.name for v in suite.variants(Options())]
+        assert names == [
+            "nccl+cublas", "nccl+cublas-async", "torch-tp", "torch-tp-compiled", "torch-tp-async", "ours",
+            "ours:nccl+streamk",
+        ]  # fmt: skip
+        assert suite.baseline(Options()) == "nccl+cublas"
+        on_cpu = {v.name for v in suite.variants(Options(device="cpu"))}
+        assert {"gloo+blas", "gloo+blas-async", "ours:gloo+streamk"} <= on_cpu
+        assert suite.baseline(Options(device="cpu")) in on_cpu
+        slow = {v.name for v in suite.variants(Options()) if v.time_limit >= 300}
+        assert slow == {"torch-tp-compiled", "torch-tp-async"}
+
+
+def test_listing_imports_no_torch() -> None:
+    code = (
+        "import sys; from bench.suite import Options; from bench.suites import load\n"
+        "for name in ('layer', 'train'):\n"
+        "    suite = load(name); o = Options(world=2)\n"
+        "    cases = suite.cases(o); suite.variants(o); [suite.bytes_needed(c, o) for c in cases]\n"
+        "assert 'torch' not in sys.modules, 'torch'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+
+
+def test_flops_by_hand() -> None:
+    # llama8b: q and o 4096 x 4096, k and v 1024 x 4096; three of 14336 x 4096. M = 2 x 4096, two ranks.
+    attention, mlp = 2 * 4096 * 4096 + 2 * 1024 * 4096, 3 * 14336 * 4096
+    # Scores and values, each 2 * S * S * (32 * 128) a sequence, half of them; two sequences.
+    causal = 2 * (2 * 2 * 4096 * 4096 * 4096) // 2
+    cases = {c.op: c for c in LAYER.cases(Options(world=2, models=("llama8b",), rows=(8192,)))}
+    assert cases["mlp"].flops == 3 * 2 * 8192 * mlp / 2
+    assert cases["attention"].flops == 3 * (2 * 8192 * attention + causal) / 2
+    assert cases["block"].flops == cases["mlp"].flops + cases["attention"].flops
+    # gpt3 is not gated: two weights.
+    (gpt3,) = LAYER.cases(Options(world=8, models=("gpt3",), rows=(2048,), ops=("mlp",)))
+    assert gpt3.flops == 3 * 2 * 2048 * (2 * 49152 * 12288) / 8
+
+
+def test_train_flops_and_parameters_by_hand() -> None:
+    (case,) = TRAIN.cases(Options(world=4, models=("small",)))
+    # Width 128, MLP 384, all 4 heads with their own k and v, 2 layers, bytes; 8 x 64 tokens.
+    matrices = 2 * (4 * 128 * 128 + 3 * 384 * 128) + 256 * 128  # with the head
+    assert case.params["parameters"] == matrices + 256 * 128 + 5 * 128  # and embedding and norms
+    tokens = 8 * 64
+    assert case.flops == (6 * matrices * tokens + 6 * 2 * tokens * 64 * 128) / 4
+
+
+def test_demo_sizes_are_the_demos() -> None:
+    from tpkernels.demo.config import SIZES
+
+    for name in ("small", "medium", "large", "xlarge"):
+        ours, demo = shapes.SIZES[name], SIZES[name]
+        m = ours.model
+        assert (m.hidden, m.layers, m.heads, m.kv_heads, m.ffn) == (
+            demo.width, demo.layers, demo.heads, demo.kv_heads, demo.ffn,
+        )  # fmt: skip
+        assert (ours.tokens.batch, ours.tokens.seq) == (demo.batch, demo.seq)
+
+
+def test_memory_grows_with_the_model_and_falls_with_the_ranks() -> None:
+    def need(model: str, world: int) -> float:
+        options = Options(world=world, models=(model,), rows=(8192,), ops=("block",))
+        return LAYER.bytes_needed(LAYER.cases(options)[0], options) / 1e9
+
+    assert need("llama8b", 2) < need("llama70b", 2) < need("llama405b", 2)
+    assert need("llama405b", 8) < 80
+    assert need("llama70b", 8) <= need("llama70b", 2) < 80
+    options = Options(world=2)
+    for case in TRAIN.cases(options):
+        assert 0 < TRAIN.bytes_needed(case, options) < 80e9
+
+
+def test_what_cannot_be_shared_is_named() -> None:
+    llama = MODELS["llama8b"]
+    assert shapes.misfit(llama, Tokens(2, 4096), 8) == ""
+    assert shapes.misfit(llama, Tokens(2, 4096), 16) == "16 ranks cannot share 8 kv heads evenly"
+    assert "4097 tokens of a sequence" in shapes.misfit(llama, Tokens(1, 4097), 2)
+
+
+def test_peaks_by_device_name() -> None:
+    assert data_sheet_tflops("NVIDIA H100 80GB HBM3", "bfloat16") == 989.4
+    assert data_sheet_tflops("NVIDIA H100 PCIe", "float16") == 756.5
+    assert data_sheet_tflops("NVIDIA H100 80GB HBM3", "float32") == 0
+    assert data_sheet_tflops("a device of the future", "bfloat16") == 0
+
+
+def test_parts_put_together_are_the_dense_weight() -> None:
+    for name, shape in (
+        ("mlp.up_proj.weight", (12, 8)),
+        ("mlp.down_proj.weight", (8, 12)),
+        ("norm.weight", (8,)),
+    ):
+        whole = draw_(torch.empty(shape), 5, name)
+        for rank in range(3):
+            where = share(name, shape, rank, 3)
+            packed = torch.zeros(3, *whole[where].shape[1:]).repeat_interleave(whole[where].shape[0], 0)
+            part = Part(name, shape, where, 0, whole[where].shape[0], 2 * whole[where].shape[0])
+            part.draw_(torch.nn.Parameter(packed), 5)
+            assert torch.equal(part.of(packed), whole[where])
+            assert not packed[: part.start].any()
+            assert not packed[part.stop :].any()
+
+
+@pytest.mark.parametrize("part", ["mlp", "attention", "block"])
+@pytest.mark.parametrize("model", [TINY, PLAIN, WIDE_HEADS], ids=["tiny", "plain", "wide heads"])
+def test_reference_equals_the_plain_module(part: str, model: Model) -> None:
+    """The piecewise reference against autograd through the unsharded module, both in float64."""
+    layer = Layer(part, model, Tokens(2, 12))
+    dtype, cpu = torch.float64, torch.device("cpu")
+    module = dense.build(layer).to(dtype)
+    for name, parameter in module.named_parameters():
+        draw_(parameter.data, 7, name)
+    assert {n: tuple(p.shape) for n, p in module.named_parameters()} == layer.weights
+    x, dy = inputs(layer, 7, dtype, cpu)
+    x.requires_grad_()
+    y = module(x, *(dense.rotary_of(model, 12, cpu) if layer.has_attention else ()))
+    y.backward(dy)
+    for rank in range(3):
+        found = layer_reference(layer, 7, dtype, cpu, rank, 3)
+        mine = slice(4 * rank, 4 * rank + 4)
+        close = {"rtol": 1e-6, "atol": 1e-6}  # the module's rotary tables are in float32
+        torch.testing.assert_close(found.y, y[mine], **close)
+        torch.testing.assert_close(found.dx, x.grad[mine], **close)
+        assert found.weights.keys() == layer.weights.keys()
+        for name, parameter in module.named_parameters():
+            rows, values = found.weights[name]
+            part_of_it = parameter.grad[share(name, parameter.shape, rank, 3)]
+            torch.testing.assert_close(values, part_of_it[rows], **close)
+
+
+def test_judge_sees_a_wrong_tile_and_an_unwritten_element() -> None:
+    want = torch.randn(64, 1024, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    limit = allowed(torch.bfloat16, 2)
+    rounded = want.bfloat16()
+    error, _ = worst({"y": (rounded, want, None)})
+    assert 0 < error < limit / 5
+    tile = rounded.clone()
+    tile[:16, 256:384] *= 1.1  # a hundredth of a row's columns would hide in its norm
+    error, name = worst({"y": (rounded, want, None), "tile": (tile, want, None)})
+    assert name == "tile"
+    assert error == pytest.approx(0.1, abs=0.01) and error > limit
+    rows = torch.tensor([3, 60])
+    assert worst({"rows": (tile[:, :256], want[rows][:, :256], rows)})[0] < limit
+    hole = rounded.clone()
+    hole[1, 1] = float("nan")  # not in a row that is looked at
+    assert worst({"hole": (hole, want[rows], rows)})[0] == float("inf")

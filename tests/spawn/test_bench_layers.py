@@ -1,0 +1,203 @@
+"""The layer and train suites' variants on gloo ranks: what they compute passes, what is tampered with does not."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from bench.blocks.variants import COMPILED
+from bench.context import Context
+from bench.models import Model
+from bench.records import Stats
+from bench.suite import Options, Runnable, Skip, Suite, Workload
+from bench.suites import layer as layer_module
+from bench.suites.layer import SUITE as LAYER
+from bench.suites.train import SUITE as TRAIN
+from tpkernels.testing import RankContext, RankPool
+
+PLAIN = Model(hidden=128, ffn=256, heads=8, kv_heads=8, head_dim=16, layers=2, gated=False)
+WIDE_HEADS = Model(hidden=96, ffn=192, heads=12, kv_heads=6, head_dim=16, layers=2)
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Iterator[RankPool]:
+    """The demo's model takes the default group, which must be all ranks of the run."""
+    with RankPool(2, "gloo", timeout=120.0) as pool:
+        yield pool
+
+
+def workload_of(ctx: RankContext, suite: Suite, **options: Any) -> Workload:
+    layer_module._MODELS.update(plain=PLAIN, wide=WIDE_HEADS)
+    given = Options(device="cpu", world=ctx.world, **options)
+    group = dist.distributed_c10d._get_default_group()
+    context = Context(given, ctx.rank, ctx.world, torch.device("cpu"), group, group)
+    (case,) = suite.cases(given)
+    return suite.workload(case, context)
+
+
+def run_all(runnable: Runnable, times: int = 1) -> float:
+    """Error over tolerance after the calls that the engine makes: above 1 is wrong."""
+    runnable.poison()
+    for i in range(times * runnable.copies):
+        runnable.launch(i % runnable.copies)
+    check = runnable.check()
+    assert check.ok == (check.error <= check.tolerance)
+    return check.error / check.tolerance
+
+
+def check_variants(
+    ctx: RankContext, suite: Suite, names: list[str] | None, options: dict[str, Any]
+) -> dict[str, float]:
+    workload = workload_of(ctx, suite, **options)
+    ratios = {}
+    for variant in suite.variants(Options(device="cpu", world=ctx.world)):
+        if variant.name in COMPILED if names is None else variant.name not in names:
+            continue
+        runnable = workload.prepare(variant.name)
+        for part in runnable.parts.values():
+            part(0)
+        ratios[variant.name] = max(run_all(runnable), run_all(runnable))
+        runnable.poison()
+        assert runnable.check().error == math.inf, f"{variant.name}: nothing was written, and it passed"
+    workload.close()
+    return ratios
+
+
+@pytest.mark.parametrize("part", ["mlp", "attention", "block"])
+@pytest.mark.parametrize(
+    ("model", "dtype"), [("tiny", "float32"), ("plain", "bfloat16"), ("wide", "float32")]
+)
+def test_layers_are_right(two_ranks: RankPool, part: str, model: str, dtype: str) -> None:
+    options = {"ops": (part,), "models": (model,), "dtypes": (dtype,), "rows": (48,), "seed": 3}
+    found = two_ranks.run(check_variants, LAYER, None, options)
+    assert set(found[0]) == {"gloo+blas", "gloo+blas-async", "torch-tp", "ours", "ours:gloo+streamk"}
+    for ratios in found:
+        for name, ratio in ratios.items():
+            assert 0 < ratio < 1, f"{name}: {ratio}"
+
+
+def test_training_is_right(two_ranks: RankPool) -> None:
+    for dtype in ("float32", "bfloat16"):
+        for ratios in two_ranks.run(check_variants, TRAIN, None, {"dtypes": (dtype,)}):
+            assert len(ratios) == 5
+            for name, ratio in ratios.items():
+                assert 0 < ratio < 1, f"{name}: {ratio}"
+
+
+@pytest.mark.slow
+def test_a_compiled_layer_is_right(two_ranks: RankPool) -> None:
+    found = two_ranks.run(check_variants, LAYER, ["torch-tp-compiled"], {"ops": ("mlp",)}, timeout=280)
+    assert all(0 < ratios["torch-tp-compiled"] < 1 for ratios in found)
+
+
+def refusals(ctx: RankContext) -> list[str]:
+    reasons = []
+    for suite, options in (
+        (LAYER, {"ops": ("mlp",)}),
+        (LAYER, {"ops": ("mlp",), "rows": (49,)}),
+    ):
+        with pytest.raises(Skip) as found:
+            workload_of(ctx, suite, **options).prepare("torch-tp-async")
+        reasons.append(str(found.value))
+    return reasons
+
+
+def test_what_cannot_run_says_why(two_ranks: RankPool) -> None:
+    for cpu, odd in two_ranks.run(refusals):
+        assert cpu == "torch's async tensor parallelism needs CUDA: its fused products have no CPU kernels"
+        assert odd == "2 ranks cannot share 49 tokens of a sequence evenly"
+
+
+def tamper_weight(ctx: RankContext, suite: Suite, variant: str) -> float:
+    """The same calls with one row of a weight of rank 1 too large by a tenth."""
+    workload = workload_of(ctx, suite, ops=("block",))
+    calls = workload.prepare(variant).launch.__self__  # type: ignore[attr-defined]
+    implementation = calls.implementation
+    part = next(p for p in implementation.parts if p.name.endswith("up_proj.weight"))
+    before = implementation.draw_
+
+    @torch.no_grad()
+    def draw(seed: int) -> None:
+        before(seed)
+        if ctx.rank == 1:
+            part.of(calls.parameters[part.index].data)[5] *= 1.1
+
+    implementation.draw_ = draw  # train draws again
+    draw(0)
+    return run_all(runnable_of(calls))
+
+
+def tamper_gradients(ctx: RankContext, suite: Suite, variant: str, how: str) -> float:
+    """The same calls, with the gradients of norms not summed over the ranks, or of all weights made twice."""
+    workload = workload_of(ctx, suite, ops=("block",))
+    calls = workload.prepare(variant).launch.__self__  # type: ignore[attr-defined]
+    if how == "no sums":
+        assert variant == "gloo+blas"
+        calls.implementation.complete = list
+    else:
+        complete = calls.implementation.complete
+        calls.implementation.complete = lambda gradients: [2 * g for g in complete(gradients)]
+    return run_all(runnable_of(calls))
+
+
+def runnable_of(calls: Any) -> Runnable:
+    copies = len(calls.losses) if hasattr(calls, "losses") else len(calls.results)
+    poison = calls.restart if hasattr(calls, "losses") else calls.poison
+    return Runnable(calls.launch, copies, calls.check, poison)
+
+
+@pytest.mark.parametrize("suite", [LAYER, TRAIN], ids=["layer", "train"])
+def test_a_wrong_weight_or_gradient_is_found(two_ranks: RankPool, suite: Suite) -> None:
+    for variant in ("gloo+blas", "torch-tp", "ours"):
+        # The row is in rank 1's gradients; other ranks' outputs err by less than a row's share.
+        assert max(two_ranks.run(tamper_weight, suite, variant)) > 1.5, variant
+        assert min(two_ranks.run(tamper_gradients, suite, variant, "twice")) > 1.5, variant
+    assert min(two_ranks.run(tamper_gradients, suite, "gloo+blas", "no sums")) > 1.5
+
+
+def speeds(ctx: RankContext) -> tuple[dict[str, float], dict[str, float]]:
+    trained = workload_of(ctx, TRAIN).prepare("ours").finish(Stats.of([2000.0]))
+    runnable = workload_of(ctx, LAYER, ops=("mlp",)).prepare("ours")
+    assert runnable.finish(Stats.of([50.0])) == {}
+    runnable.extra["forward_us"] = 20.0  # as the engine does
+    return dict(trained), dict(runnable.finish(Stats.of([50.0])))
+
+
+def test_speeds_of_rows(two_ranks: RankPool) -> None:
+    (case,) = TRAIN.cases(Options(device="cpu", world=2))
+    for trained, layer in two_ranks.run(speeds):
+        assert layer == {"backward_us": 30.0}
+        assert trained["tokens_per_s"] == pytest.approx(48 / 2e-3)
+        assert trained["peak_tflops"] == trained["matmul_tflops"] > 0  # no data sheet of a CPU
+        assert trained["mfu"] == trained["mfu_of_matmul"]
+        assert trained["mfu"] == pytest.approx(case.flops / 2e-3 / (trained["matmul_tflops"] * 1e12))
+
+
+def test_command_writes_rows(tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    command = [
+        sys.executable, "-m", "bench", "layer,train", "--device", "cpu", "--gpus", "2", "--op", "mlp", "--variant",
+        "ours,torch-tp-async", "--rounds", "2", "--no-live", "--out", str(out),
+    ]  # fmt: skip
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    rows = {(r["suite"], r["variant"]): r for r in lines if r["kind"] == "row"}
+    for suite in ("layer", "train"):
+        assert rows[suite, "ours"]["status"] == rows[suite, "gloo+blas"]["status"] == "ok"
+        assert rows[suite, "gloo+blas again"]["role"] == "noise"
+        assert rows[suite, "torch-tp-async"]["status"] == "skipped"
+        assert "needs CUDA" in rows[suite, "torch-tp-async"]["reason"]
+    row = rows["layer", "ours"]
+    both = row["us"]["p50"]
+    assert row["extra"]["forward_us"] + row["extra"]["backward_us"] == pytest.approx(both)
+    assert 0 < rows["train", "ours"]["extra"]["mfu"] < 1
