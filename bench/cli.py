@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from .errors import BenchError, check_known
+from .errors import BenchError, Terminated, check_known
 
 __all__ = ["main"]
 
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     # Ends the ranks and completes the file, as Ctrl-C does.
-    previous = signal.signal(signal.SIGTERM, lambda *_: _raise_interrupt())
+    previous = signal.signal(signal.SIGTERM, lambda *_: _raise_terminated())
     try:
         return _dispatch(arguments)
     except BenchError as error:
@@ -60,8 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.signal(signal.SIGTERM, previous)
 
 
-def _raise_interrupt() -> None:
-    raise KeyboardInterrupt
+def _raise_terminated() -> None:
+    raise Terminated
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -197,7 +197,11 @@ def measure_parser() -> argparse.ArgumentParser:
         help="result file (default: bench-results/DATE_GPUxN.jsonl); appended to",
     )
     add("--resume", action="store_true", help="leave out what FILE has already")
-    add("--retry", action="store_true", help="with --resume: measure again what timed out, crashed or raised")
+    add(
+        "--retry",
+        action="store_true",
+        help="with --resume: measure again what was wrong, timed out, crashed or raised",
+    )
     add("--quick", action="store_true", help="half the time, wider error bars")
     add("--rounds", metavar="N", type=_positive, default=0, help="exactly N timed rounds")
     add(

@@ -9,6 +9,9 @@ A ratio is *significant* if it is further from 1 than the noise of this measurem
   again (rows of role "noise"), in the file in which that is larger; 2 % if neither file has such rows;
 - half the width (p80 - p20) / p50 of its samples in A plus half of that in B: below it the two ranges overlap.
 
+What is lost counts too. For variants of ours: any time that B lacks though it has the case, whatever the reason. For
+other variants: a result that became wrong, a crash, a hang, an error.
+
 Both describe one run on one machine. Between hosts, or days, clocks differ by more; ``relative_to`` then compares the
 ratio to a baseline of the same run instead of the time, and the baseline's width counts as noise too.
 """
@@ -27,11 +30,12 @@ from .report.analysis import SUITES, Group, group_cases, noise_floor
 from .report.provenance import card
 from .report.table import DASH, Cell, Column, Table, number
 
-__all__ = ["BASELINE", "DEFAULT_FLOOR", "Change", "Comparison", "compare", "run"]
+__all__ = ["BASELINE", "DEFAULT_FLOOR", "Change", "Comparison", "Loss", "compare", "run"]
 
 BASELINE = "baseline"  # as relative_to: the suite's own
 DEFAULT_FLOOR = 0.02
 _BROKEN = ("failed", "crashed", "timeout", "error")
+_NO_BASELINE = "no baseline beside it in {}"
 
 Key = tuple[str, str, str, int, str]
 
@@ -58,6 +62,15 @@ class Change:
         return self.significant and self.ratio > 1 + threshold
 
 
+@dataclass(frozen=True)
+class Loss:
+    """Was right and was timed in A, and is not in B. ``after``: None where B has no row of it."""
+
+    before: Row
+    after: Row | None
+    reason: str
+
+
 @dataclass
 class Comparison:
     """Result of :func:`compare`; lists are in file order.
@@ -66,7 +79,9 @@ class Comparison:
         changes: measured in both.
         statuses: (before, after) with different statuses.
         missing, new: in A only, in B only.
-        incomparable: timed in both, but one by graph and one from the host, or without the baseline.
+        incomparable: right in both, but timed by graph in one and from the host in the other, or in one not at all, or
+            without the baseline.
+        broken: of these what counts as if it were slower, see the module.
         noise: floor by (suite, dtype, world); ``assumed``: those of them for which nothing was measured twice.
     """
 
@@ -75,13 +90,9 @@ class Comparison:
     missing: list[Row]
     new: list[Row]
     incomparable: list[Row]
+    broken: list[Loss]
     noise: dict[tuple[str, str, int], float]
     assumed: set[tuple[str, str, int]]
-
-    @property
-    def broken(self) -> list[tuple[Row, Row]]:
-        """Was right and was timed, and is not any more."""
-        return [(a, b) for a, b in self.statuses if a.status == "ok" and b.status in _BROKEN]
 
 
 def compare(a: Results, b: Results, relative_to: str | None = None) -> Comparison:
@@ -92,44 +103,62 @@ def compare(a: Results, b: Results, relative_to: str | None = None) -> Compariso
     kinds = {(r.suite, r.dtype, r.world) for r in [*rows_a.values(), *rows_b.values()]}
     noise = {k: max((f[k] for f in measured if k in f), default=DEFAULT_FLOOR) for k in kinds}
     assumed = {k for k in kinds if not any(k in f for f in measured)}
-    result = Comparison([], [], [], [], [], noise, assumed)
+    cases_b = {_group_key(row) for row in rows_b.values()}
+    result = Comparison([], [], [], [], [], [], noise, assumed)
     for key, before in rows_a.items():
         after = rows_b.get(key)
+        ours = before.status == "ok" and before.role == "ours"
         if after is None:
             result.missing.append(before)
+            if ours and before.best and _group_key(before) in cases_b:
+                result.broken.append(Loss(before, None, "no row in B, which has this case"))
         elif before.status != after.status:
             result.statuses.append((before, after))
-        elif before.status == "ok" and before.best and after.best:
+            if ours or (before.status == "ok" and after.status in _BROKEN):
+                reason = " ".join(after.reason.split())
+                shown = f"{before.status} -> {after.status}" + (f" ({reason})" if reason else "")
+                result.broken.append(Loss(before, after, shown))
+        elif before.status == "ok" and before.best:
             group = (groups_a[_group_key(before)], groups_b[_group_key(after)])
-            change = _change(
-                before, after, group, noise[before.suite, before.dtype, before.world], relative_to
-            )
-            if change is not None:
+            if relative_to is not None and before.variant == _base_name(group[0], relative_to):
+                continue
+            floor = noise[before.suite, before.dtype, before.world]
+            change = _change(before, after, group, floor, relative_to)
+            if isinstance(change, Change):
                 result.changes.append(change)
-            elif relative_to is None or before.variant != _base_name(group[0], relative_to):
-                result.incomparable.append(after)
+                continue
+            result.incomparable.append(after)
+            if ours and change != _NO_BASELINE.format("A"):  # which B cannot be blamed for
+                result.broken.append(Loss(before, after, f"not comparable any more: {change}"))
     result.new = [row for key, row in rows_b.items() if key not in rows_a]
     return result
 
 
 def _change(
     before: Row, after: Row, groups: tuple[Group, Group], floor: float, relative_to: str | None
-) -> Change | None:
+) -> Change | str:
+    """The change, or why there is none."""
     clock = "us" if before.us and after.us else "host_us"
     times: tuple[Stats | None, Stats | None] = (getattr(before, clock), getattr(after, clock))
-    if times[0] is None or times[1] is None or min(times[0].p50, times[1].p50) <= 0:
-        return None
+    if times[0] is None or times[1] is None:
+        return f"{_clocks(before)} in A, {_clocks(after)} in B"
+    if min(times[0].p50, times[1].p50) <= 0:
+        return "a time of 0"
     ratio = times[1].p50 / times[0].p50
     widths = [times[0].spread, times[1].spread]
     if relative_to is not None:
         for i, (row, group) in enumerate(zip((before, after), groups, strict=True)):
             base = _base(row, group, clock, relative_to)
             if base is None:
-                return None
+                return _NO_BASELINE.format("B" if i else "A")
             time, width = base
             ratio = ratio / time if i else ratio * time
             widths.append(width)
     return Change(before, after, ratio, max(floor, sum(widths) / 2))
+
+
+def _clocks(row: Row) -> str:
+    return "graph time" if row.us else "host-launched time" if row.host_us else "no time"
 
 
 def _base_name(group: Group, relative_to: str) -> str:
@@ -167,14 +196,22 @@ def run(
         stdout: where to print.
 
     Returns:
-        1 if anything is slower past the threshold, or was right and now is wrong, crashes or ends in a timeout; else 0.
+        1 if anything is slower past the threshold, or was right and now is wrong, crashes or ends in a timeout, or is
+        of ours and has no time any more; else 0.
 
     Raises:
-        BenchError: a file that cannot be read, a negative threshold, nothing in common, an unknown ``relative_to``.
+        BenchError: a file that cannot be read or holds several cards, a negative threshold, nothing in common, an
+            unknown ``relative_to``.
     """
     if not threshold >= 0:
         raise BenchError(f"--threshold: expected a fraction of 0 or more (0.05 is 5 %), got {threshold}.")
     before, after = load(a), load(b)
+    for path, results in ((a, before), (b, after)):
+        cards = sorted({results.card_of(run) for run in {row.run for row in results.rows}} - {""})
+        if len(cards) > 1:
+            raise BenchError(
+                f"{path}: holds results of {' and of '.join(cards)}; compare files of one card each."
+            )
     if relative_to not in (None, BASELINE) and not any(
         row.variant == relative_to for row in [*before.rows, *after.rows]
     ):
@@ -183,7 +220,7 @@ def run(
             f"--relative-to: no row of variant {relative_to!r}; expected baseline or one of {names}."
         )
     result = compare(before, after, relative_to)
-    if not result.changes and not result.statuses and not result.incomparable:
+    if not (result.changes or result.statuses or result.incomparable or result.broken):
         raise BenchError(
             f"{a} and {b} have no measurement in common (same suite, case, dtype, world and variant): "
             f"{len(result.missing)} rows and {len(result.new)} rows."
@@ -216,11 +253,17 @@ def _report(
         lines += [f"Noise floors: {', '.join(floors)}.", ""]
     if significant:
         lines += [_table(significant, threshold, relative_to).markdown(heading="", pad=True), ""]
-    lines += _status_lines(result)
-    lines += _listed("only in A", result.missing) + _listed("only in B", result.new)
-    lines += _listed(
-        "not comparable (no baseline beside, or graph time against host-launched time)", result.incomparable
+    lost = {loss.before.key for loss in result.broken}
+    lines += _status_lines([(a, b) for a, b in result.statuses if a.key not in lost])
+    lines += _listed("only in A", [row for row in result.missing if row.key not in lost]) + _listed(
+        "only in B", result.new
     )
+    lines += _listed(
+        "not comparable (no baseline beside, or graph time against host-launched time)",
+        [row for row in result.incomparable if row.key not in lost],
+    )
+    lines += [f"BROKEN {_name(loss.before)}: {loss.reason}" for loss in result.broken]
+    lines += [""] if result.broken else []
     verdict = [f"{len(slower)} slower"] if slower else []
     verdict += [f"{len(result.broken)} broken"] if result.broken else []
     lines.append(f"Result: {', '.join(verdict)}." if verdict else "Result: no slow-down.")
@@ -243,16 +286,14 @@ def _table(changes: Sequence[Change], threshold: float, relative_to: str | None)
     return table
 
 
-def _status_lines(result: Comparison) -> list[str]:
-    if not result.statuses:
+def _status_lines(statuses: Sequence[tuple[Row, Row]]) -> list[str]:
+    if not statuses:
         return []
     lines = ["Changed status:"]
-    for before, after in result.statuses:
+    for before, after in statuses:
         reason = " ".join(after.reason.split())
-        bad = (before, after) in result.broken
         lines.append(
-            f"  {'BROKEN ' if bad else ''}{_name(after)}: {before.status} -> {after.status}"
-            + (f" ({reason})" if reason else "")
+            f"  {_name(after)}: {before.status} -> {after.status}" + (f" ({reason})" if reason else "")
         )
     return [*lines, ""]
 

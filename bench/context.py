@@ -16,7 +16,7 @@ from .suite import Options
 __all__ = ["Context", "OutOfStep", "RanksLost"]
 
 _L2_TIMES = 3  # buffers rotate over at least three times the L2
-_MAX_COPIES = 64
+_MAX_COPIES = 512  # as many as the calls of a graph
 _CPU_CACHE_BYTES = 1 << 20  # on the CPU rotation is exercised, not needed
 
 
@@ -59,6 +59,7 @@ class Context:
         self.generator = torch.Generator(self.device)
         self.generator.manual_seed(self.options.seed * 1009 + self.rank)
         self._token = torch.zeros(1, device=self.device)
+        self.footprint = 0.0
 
     @property
     def cuda(self) -> bool:
@@ -71,10 +72,15 @@ class Context:
         return x.uniform_(-1, 1, generator=self.generator).to(dtype)
 
     def copies(self, set_bytes: int, *, at_least: int = 2) -> int:
-        """How many buffer sets of ``set_bytes`` (all that one call reads and writes) exceed three L2 caches."""
+        """How many buffer sets of ``set_bytes`` (all that one call reads and writes) exceed three L2 caches.
+
+        Noted in ``footprint``: their bytes over those of the L2.
+        """
         cache = torch.cuda.get_device_properties(self.device).L2_cache_size if self.cuda else _CPU_CACHE_BYTES
         wanted = math.ceil(_L2_TIMES * cache / max(1, set_bytes))
-        return max(at_least, min(_MAX_COPIES if self.cuda else 2, wanted))
+        copies = max(at_least, min(_MAX_COPIES if self.cuda else 2, wanted))
+        self.footprint = copies * set_bytes / cache
+        return copies
 
     def align(self) -> None:
         """Bring the ranks' current streams (on CPU: the ranks) to the same point in time."""

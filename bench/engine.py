@@ -77,9 +77,16 @@ class _Entry:
     check: Check | None = None
     peak_bytes: int = 0
     series: dict[str, Series] = field(default_factory=dict)
+    calls_timed: int = 0  # calls of one sample
+    outside: int = 0  # device memory taken in preparation other than through torch's allocator
     us: Stats | None = None
     host_us: Stats | None = None
     extra: dict[str, Any] = field(default_factory=dict)
+
+    def run_once(self) -> None:
+        """One call on each buffer set."""
+        for i in range(self.calls.copies):
+            self.calls.launch(i)
 
     @property
     def calls(self) -> Runnable:
@@ -136,17 +143,14 @@ class _CaseRun:
                 del entry
                 self._free()
                 return
-        checks = [check for check in self.context.agree(entry.check) if check is not None]
-        if checks:
-            entry.check = max(checks, key=lambda check: (not check.ok, check.error))
-            if not entry.check.ok:
-                entry.status = "failed"
-                entry.reason = f"relative error {entry.check.error:.1e}, allowed {entry.check.tolerance:.1e}"
+        _verdict(entry)
 
     def _prepare(self, name: str, entry: _Entry) -> None:
         assert self.workload is not None
+        before = _memory_outside(self.context)
         entry.runnable = self.workload.prepare(name)
         self.context.synchronize()
+        entry.outside = _memory_outside(self.context) - before
 
     def _check(self, name: str, entry: _Entry) -> None:
         """Run once and judge the result; measure the memory of a call."""
@@ -156,13 +160,14 @@ class _CaseRun:
             self._judge(entry, lambda: samples.extend(calls.sample()))  # type: ignore[misc]
             entry.us = Stats.of(self.context.slowest(samples))
             return
-        self._judge(entry, lambda: [calls.launch(i) for i in range(calls.copies)])
+        self._judge(entry, entry.run_once)
         if self.suite.track_memory and self.context.cuda:
             before = torch.cuda.memory_allocated()
             torch.cuda.reset_peak_memory_stats()
             calls.launch(0)
             self.context.synchronize()
             entry.peak_bytes = torch.cuda.max_memory_allocated() - before
+            entry.extra["outside_bytes"] = max(self.context.agree(entry.outside))
         entry.peak_bytes = max(self.context.agree(entry.peak_bytes))
 
     def _judge(self, entry: _Entry, run: Callable[[], object]) -> None:
@@ -173,8 +178,10 @@ class _CaseRun:
         run()
         self.context.synchronize()
         if entry.calls.check is not None and (entry.check is None or entry.check.ok):
-            entry.check = entry.calls.check()
+            check = entry.calls.check()
             self.context.synchronize()
+            # The worst of all ranks, so that they go on alike.
+            entry.check = max(self.context.agree(check), key=lambda c: (not c.ok, c.error))
 
     def _make_series(self, name: str, entry: _Entry) -> None:
         calls, cuda = entry.calls, self.context.cuda
@@ -188,7 +195,7 @@ class _CaseRun:
             capture = False
             self._record_series(entry, capture=False)
         if cuda and not capture:
-            entry.extra["queued"] = True
+            entry.extra["timed"] = entry.series[""].kind
 
     def _record_series(self, entry: _Entry, *, capture: bool) -> None:
         calls = entry.calls
@@ -206,12 +213,13 @@ class _CaseRun:
         if first is not None and self.item.companion != self.baseline and first.calls.sample is None:
             self.again = _Entry(runnable=replace(first.calls, parts={}), check=first.check)
             if "" in first.series:
-                self.again.series[""] = first.series[""]
+                self.again.series[""] = self._another(first)
             ready[f"{self.baseline} again"] = self.again
         rng = random.Random(f"{self.context.options.seed} {self.case.name}")
         try:
             with sampler.sampling() as self.meanwhile:
                 self._time_series(ready, rng)
+                self._judge_again(ready)
                 self._time_from_host(ready, rng)
         except RanksLost:
             raise
@@ -223,11 +231,40 @@ class _CaseRun:
     def _time_series(self, ready: dict[str, _Entry], rng: random.Random) -> None:
         series = {(name, part): one for name, e in ready.items() for part, one in e.series.items()}
         stats = interleave(series, self.context, self.budget, rng, lambda name: self._turn(name, "time"))
-        for (name, part), found in stats.items():
+        for (name, part), (found, late) in stats.items():
             if part:
                 ready[name].extra[f"{part}_us"] = found.p50
-            else:
-                ready[name].us = found
+                continue
+            ready[name].us = found
+            if late:
+                ready[name].extra["late_samples"] = late
+
+    def _another(self, entry: _Entry) -> Series:
+        """A series made anew, as another variant's would be."""
+        first = entry.series[""]
+        try:
+            return Series(
+                entry.calls.launch,
+                entry.calls.copies,
+                self.context,
+                self.budget,
+                capture=first.kind == "graph",
+            )
+        except CaptureError:
+            return first
+
+    def _judge_again(self, ready: dict[str, _Entry]) -> None:
+        """Results must be right after many replays too. Then the graphs go: calls from the host need memory."""
+        for name, entry in ready.items():
+            made = entry.series.get("")
+            if entry is not self.again and made is not None:
+                self._turn(name, "check")
+                self._judge(entry, made.run if made.kind == "graph" else entry.run_once)
+                _verdict(entry)
+            entry.calls_timed = made.calls if made is not None else 0
+            entry.series.clear()
+        if self.context.cuda:
+            torch.cuda.empty_cache()
 
     def _time_from_host(self, ready: dict[str, _Entry], rng: random.Random) -> None:
         if not self.context.cuda:
@@ -275,8 +312,10 @@ class _CaseRun:
         if entry.calls.bytes is not None:
             row = replace(row, bytes=entry.calls.bytes)
         extra = {**entry.calls.extra, **entry.extra, **self._companion_times(), **self.meanwhile}
-        if "" in entry.series:
-            extra["calls"] = entry.series[""].calls
+        if entry.calls_timed:
+            extra |= {"calls": entry.calls_timed, "copies": entry.calls.copies}
+        if self.context.footprint:
+            extra["footprint_l2"] = round(self.context.footprint, 1)
         if entry.calls.finish is not None and row.best is not None:
             entry.calls.extra.update(entry.extra)  # the times of parts, which it may want
             extra |= entry.calls.finish(row.best)
@@ -309,6 +348,20 @@ class _CaseRun:
         if self.context.cuda:
             with suppress(Exception):
                 torch.cuda.empty_cache()
+
+
+def _verdict(entry: _Entry) -> None:
+    if entry.check is not None and not entry.check.ok:
+        entry.status = "failed"
+        entry.reason = f"relative error {entry.check.error:.1e}, allowed {entry.check.tolerance:.1e}"
+
+
+def _memory_outside(context: Context) -> int:
+    """Bytes of the device in use that torch's caching allocator does not hold: other libraries, symmetric memory."""
+    if not context.cuda:
+        return 0
+    free, total = torch.cuda.mem_get_info(context.device)
+    return total - free - torch.cuda.memory_reserved(context.device)
 
 
 def _close(close: Callable[[], object] | None) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from . import nvml
 
-__all__ = ["NO_MULTICAST", "collect", "commit", "gpu_count", "gpu_short_name", "gpu_state"]
+__all__ = ["NO_MULTICAST", "cards", "collect", "commit", "gpu_count", "gpu_short_name", "gpu_state"]
 
 # Set for every rank. Multicast through the switch changes what NCCL and symmetric memory do, and hosts differ in it.
 NO_MULTICAST = {
@@ -83,6 +83,12 @@ def gpu_count() -> int:
     code = "import torch; print(torch.cuda.device_count())"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     return int(result.stdout) if result.returncode == 0 else 0
+
+
+def cards(device: str) -> list[str]:
+    """Names of the visible GPUs, of the processor for "cpu"; found without CUDA, [] where that is impossible."""
+    names = [gpu.name for gpu in nvml.visible()] if device == "cuda" else [_cpu_name()]
+    return list(dict.fromkeys(name for name in names if name))
 
 
 def gpu_short_name(device: str) -> str:

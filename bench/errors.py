@@ -5,11 +5,15 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["BenchError", "check_known"]
+__all__ = ["BenchError", "Terminated", "check_known"]
 
 
 class BenchError(Exception):
     """What was expected, what came, what to do."""
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM; plain KeyboardInterrupt is Ctrl-C."""
 
 
 def check_known(what: str, value: str, known: Iterable[str], *, hint: str = "") -> None:

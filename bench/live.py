@@ -37,7 +37,7 @@ def cell(row: Row, baseline: Row | None) -> tuple[str, str]:
         return "-", "dim"
     if row.status != "ok":
         return row.status, "bold red"
-    mark = " queued" if row.extra.get("queued") else ""
+    mark = f" {row.extra['timed']}" if "timed" in row.extra else ""
     against = ratio(row, baseline) if row.role in ("ours", "peer", "noise") else None
     if against is None or (baseline and row.variant == baseline.variant):
         return time_text + mark, ""
@@ -213,7 +213,7 @@ def _short(text: Any) -> Any:
     """The last word of a cell: the speed where there is one."""
     from rich.text import Text
 
-    return Text(text.plain.removesuffix(" queued").split(" ")[-1], text.style)
+    return Text(text.plain.removesuffix(" queued").removesuffix(" steady").split(" ")[-1], text.style)
 
 
 def make_display(*, live: bool) -> Display:

@@ -4,7 +4,8 @@ CUDA: each becomes a CUDA graph of many calls that walk over its buffer sets. Gr
 round in a new random order (the same on all ranks). Before a replay the GPU sleeps, so that everything timed is
 enqueued before it starts, and a tiny all-reduce aligns the ranks. A sample is the device time between two events,
 over the number of calls; of several ranks the slowest counts. What cannot be captured is enqueued call by call behind
-the sleep instead. Then the same calls one by one, launched from the host to an idle GPU: ``host_us``.
+a sleep that is long enough ("queued"); where no sleep would be, calls follow each other from an idle GPU without one
+("steady"). Then the same calls one by one, launched from the host to an idle GPU: ``host_us``.
 
 CPU: wall time of a few calls in a row, the ranks aligned by a barrier.
 """
@@ -30,6 +31,7 @@ Key = tuple[str, str]  # variant, and part of it ("" for the whole)
 
 _MAX_CALLS = 512  # of one graph
 _MAX_QUEUED = 16  # calls that the host enqueues behind one sleep, where there is no graph
+_STEADY_US = 300_000.0  # calls in a row where the host is slower than the GPU, 3 to 10 of them
 _SLEEP_US = 200.0  # at first; doubled where the host turns out to need longer
 _MAX_SLEEP_US = 20_000.0
 _FEWEST_SAMPLES = 5
@@ -83,22 +85,19 @@ class Series:
     Attributes:
         calls: how many.
         estimate_us: of all of them, roughly.
+        kind: "graph", "queued" or "steady" (see the module), or "loop" on the CPU.
     """
 
     def __init__(
         self, launch: Callable[[int], object], copies: int, context: Context, budget: Budget, *, capture: bool
     ) -> None:
         self.context = context
-        once = min(_elapsed(lambda: launch(i % copies), context) for i in range(3))  # noqa: B023 - runs at once
-        once = max(context.agree(once))  # every rank must make the same graph
-        if capture:
-            self.calls = _calls(once, copies, budget.round_us)
-        elif context.cuda:
-            self.calls = _clamp(budget.round_us / once, (2, _MAX_QUEUED))
-        else:
-            self.calls = _clamp(2000 / once, (1, 3))
-        self.estimate_us = once * self.calls
-        self._sleep_us = _SLEEP_US
+        # Every rank must make the same graph.
+        device, host = (
+            max(of_all) for of_all in zip(*context.agree(_trial(launch, copies, context)), strict=True)
+        )
+        self.kind, self.calls, self._sleep_us = _shape(device, host, copies, budget, context.cuda, capture)
+        self.estimate_us = device * self.calls
 
         def run() -> None:
             for i in range(self.calls):
@@ -121,12 +120,15 @@ class Series:
             self.run()
             return (time.perf_counter() - start) * 1e6 / self.calls, False
         begin, end = _events()
-        torch.cuda._sleep(int(self._sleep_us * _cycles_per_us()))
+        if self.kind != "steady":
+            torch.cuda._sleep(int(self._sleep_us * _cycles_per_us()))
         self.context.align()
+        if self.kind == "steady":
+            self.context.synchronize()
         begin.record()
         self.run()
         end.record()
-        late = begin.query()
+        late = self.kind != "steady" and begin.query()
         end.synchronize()
         if late:
             self._sleep_us = min(2 * self._sleep_us, _MAX_SLEEP_US)
@@ -139,8 +141,12 @@ def interleave(
     budget: Budget,
     rng: random.Random,
     at: Callable[[str], object],
-) -> dict[Key, Stats]:
-    """Time all series in turn. ``rng``: in the same state on every rank; ``at`` is told whose turn it is."""
+) -> dict[Key, tuple[Stats, int]]:
+    """Time all series in turn. ``rng``: in the same state on every rank; ``at`` is told whose turn it is.
+
+    Returns:
+        Times, and how many samples hold time that the host came too late by: they are left out if five others remain.
+    """
     if not series:
         return {}
     estimates = [s.estimate_us for s in series.values()]
@@ -157,7 +163,8 @@ def interleave(
         us = context.slowest([us for us, _ in values])
         late = context.slowest([late for _, late in values])
         in_time = [one for one, was_late in zip(us, late, strict=True) if not was_late]
-        stats[key] = Stats.of(in_time if len(in_time) >= _FEWEST_SAMPLES else us)
+        enough = len(in_time) >= _FEWEST_SAMPLES
+        stats[key] = (Stats.of(in_time), 0) if enough else (Stats.of(us), len(us) - len(in_time))
     return stats
 
 
@@ -195,6 +202,40 @@ def host_times(
             rounds = _clamp(budget.total_us / max(longest, 1.0), budget.host_rounds)
         i += 1
     return {key: Stats.of(context.slowest(values)) for key, values in samples.items()}
+
+
+def _trial(launch: Callable[[int], object], copies: int, context: Context) -> tuple[float, float]:
+    """us of one call on the device, and of the host for launching it; on the CPU the same twice. Rough figures."""
+    if not context.cuda:
+        us = min(_elapsed(lambda: launch(i % copies), context) for i in range(3))  # noqa: B023 - runs at once
+        return us, us
+    launch(0)
+    context.synchronize()
+    begin, end = _events()
+    torch.cuda._sleep(int(5 * _SLEEP_US * _cycles_per_us()))
+    start = time.perf_counter()
+    begin.record()
+    for i in range(3):
+        launch(i % copies)
+    end.record()
+    host = (time.perf_counter() - start) * 1e6 / 3
+    end.synchronize()
+    return max(float(begin.elapsed_time(end)) * 1e3 / 3, 0.1), host
+
+
+def _shape(
+    device_us: float, host_us: float, copies: int, budget: Budget, cuda: bool, capture: bool
+) -> tuple[str, int, float]:
+    """Kind of a series, number of calls, and the sleep in us before them."""
+    if not cuda:
+        return "loop", _clamp(2000 / device_us, (1, 3)), 0.0
+    if capture:
+        return "graph", _calls(device_us, copies, budget.round_us), _SLEEP_US
+    calls = _clamp(budget.round_us / device_us, (2, _MAX_QUEUED))
+    sleep = 1.5 * host_us * calls + _SLEEP_US
+    if sleep <= _MAX_SLEEP_US:
+        return "queued", calls, sleep
+    return "steady", _clamp(_STEADY_US / device_us, (3, 10)), 0.0
 
 
 def _calls(once_us: float, copies: int, round_us: float) -> int:

@@ -26,6 +26,7 @@ __all__ = [
     "blank_row",
     "measured",
     "plan",
+    "short_of_memory",
     "without",
 ]
 
@@ -180,10 +181,24 @@ def _matches(name: str, pattern: str) -> bool:
     return pattern.lower() in name.lower()
 
 
-def measured(rows: Iterable[Row], *, retry: bool) -> set[Key]:
-    """Keys that a resumed run leaves out; with ``retry`` not those that ended in a timeout, a crash or an error."""
-    again: tuple[Status, ...] = ("timeout", "crashed", "error") if retry else ()
-    return {row.key for row in rows if row.status not in again and not (retry and _struck_out(row))}
+def measured(rows: Sequence[Row], *, retry: bool, baselines: Collection[tuple[str, str]] = ()) -> set[Key]:
+    """Keys that a resumed run leaves out; with ``retry`` not those that were wrong, hung, crashed or raised.
+
+    ``baselines``: suite and variant of what is measured twice; it is not done while the second row is missing.
+    """
+    again: tuple[Status, ...] = ("failed", "timeout", "crashed", "error") if retry else ()
+    done = {row.key for row in rows if row.status not in again and not (retry and _struck_out(row))}
+    twice = {(*row.key[:4], row.partner) for row in rows if row.role == "noise"}
+    return done - {
+        row.key
+        for row in rows
+        if (row.suite, row.variant) in baselines and _timed(row) and row.key not in twice
+    }
+
+
+def _timed(row: Row) -> bool:
+    """As one call, and so twice if it is the baseline."""
+    return row.status == "ok" and row.best is not None and "calls" in row.extra
 
 
 _STRUCK_OUT = "ended its processes twice before"
@@ -193,15 +208,28 @@ def _struck_out(row: Row) -> bool:
     return row.status == "skipped" and _STRUCK_OUT in row.reason
 
 
+_NO_MEMORY = ("out of memory", "outofmemory", "not enough memory", "alloc_failed")
+
+
+def short_of_memory(reason: str) -> bool:
+    """Whether a row's reason says so: a matter of the case's size, not of the variant."""
+    return any(words in reason.lower() for words in _NO_MEMORY)
+
+
 @dataclass
 class Strikes:
-    """Counts how often a variant ended its processes; after the second time it is not tried again."""
+    """Counts how often a variant ended its processes; after the second time it is not tried again.
+
+    For lack of memory does not count: smaller cases may fit.
+    """
 
     counts: dict[str, int] = field(default_factory=dict)
     limit: int = 2
 
-    def add(self, variant: str) -> None:
+    def add(self, variant: str, reason: str) -> None:
         """One more."""
+        if short_of_memory(reason):
+            return
         self.counts[variant] = self.counts.get(variant, 0) + 1
 
     def out(self) -> list[str]:

@@ -30,19 +30,22 @@ class Recorder:
         started = _now()
         self.run = f"{started.replace(':', '').replace('-', '')}-{suite.name}-{secrets.token_hex(2)}"
         self._started, self._clock = started, time.monotonic()
-        self._begun = False
+        self._begun, self._ended = False, False
         self._cuda = False
+        self._how: dict[str, Any] = {}
 
     def begin(self, env: dict[str, Any]) -> None:
         """Write the header, once; the environment of the first ranks counts."""
         if not self._begun and not self.silent:
             self._begun, self._cuda = True, env.get("device") == "cuda"
+            env = {**env, **self._how}
             records.append(self.path, Header(self.run, self.suite.name, self._started, self.command, env))
 
     def show_plan(self, jobs: Sequence[Job]) -> None:
         """Tell the display what comes."""
         if self.silent:
             return
+        self._how = {"quick": jobs[0].settings.quick, "rounds": jobs[0].settings.rounds}
         worlds = sorted({job.options.world for job in jobs})
         on = f"{' and '.join(map(str, worlds))} {'GPU' if jobs[0].options.device == 'cuda' else 'CPU rank'}"
         title = f"{self.suite.name} on {on}{'s' if worlds[-1] > 1 else ''}"
@@ -53,10 +56,14 @@ class Recorder:
         """Write and show rows of one case."""
         if self.silent:
             return
-        mine = [replace(row, run=self.run) for row in rows]
+        mine = self.mine(rows)
         for row in mine:
             records.append(self.path, row)
         self.display.case(mine, finished=finished)
+
+    def mine(self, rows: Sequence[Row]) -> list[Row]:
+        """The rows as those of this run."""
+        return [replace(row, run=self.run) for row in rows]
 
     def say(self, sentence: str) -> None:
         """Show a message."""
@@ -64,17 +71,21 @@ class Recorder:
             self.display.say(sentence)
 
     def summarise(self, world: int) -> None:
-        """At the end of a world: what the suite concludes from all of its rows in the file."""
+        """At the end of a world: what the suite concludes from all of its rows of this card in the file."""
         if self.silent or not self._begun:
             return
-        rows = [r for r in records.load(self.path).latest() if (r.suite, r.world) == (self.suite.name, world)]
+        known = records.load(self.path)
+        mine = known.card_of(self.run)
+        rows = [r for r in known.latest() if (r.suite, r.world) == (self.suite.name, world)]
+        rows = [r for r in rows if known.card_of(r.run) == mine]
         for row in self.suite.summarise(rows):
             self.rows([row], finished=False)
 
     def end(self, *, complete: bool) -> None:
-        """Write the footer and close the display."""
-        if self.silent:
+        """Write the footer and close the display, once."""
+        if self.silent or self._ended:
             return
+        self._ended = True
         self.display.end()
         if self._begun:
             after = {"gpus": environment.gpu_state() if self._cuda else []}

@@ -19,7 +19,7 @@ import json
 import math
 import os
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -37,6 +37,7 @@ __all__ = [
     "Stats",
     "Status",
     "append",
+    "card",
     "decode",
     "encode",
     "geomean",
@@ -48,7 +49,7 @@ SCHEMA = 1
 Status = Literal["ok", "failed", "skipped", "timeout", "crashed", "error"]
 STATUSES: tuple[Status, ...] = ("ok", "failed", "skipped", "timeout", "crashed", "error")
 # ours: a path of tpkernels. peer: another implementation of the same operation. part: a piece of it alone (the
-# GEMM, the communication). ceiling: what no implementation can beat (pieces side by side without dependency).
+# GEMM, the communication). ceiling: what overlap can reach (pieces side by side without dependency).
 # noise: a variant measured a second time.
 Role = Literal["ours", "peer", "part", "ceiling", "noise"]
 
@@ -96,12 +97,13 @@ class Row:
         dtype: "bfloat16", ...
         world: number of ranks.
         params: sizes: m, n, k (of the operation as defined in :mod:`.shapes`), bytes, sms, ...
-        us: device time of one call, from CUDA graphs; ``extra["queued"]`` where it cannot be captured, and many calls
-            were enqueued one by one instead (on CPU: wall time).
+        us: device time of one call, from CUDA graphs; where ``extra["timed"]`` is "queued" or "steady" it cannot be
+            captured, and calls were enqueued one by one (on CPU: wall time).
         host_us: time of one call launched from the host to an idle GPU.
         error, tolerance: largest relative error against float64, and what is allowed.
         flops, bytes: of one call on one rank (0: not meaningful); ``tflops`` and ``gbps`` derive from them and ``us``.
-        peak_bytes: device memory at the peak of one call, beyond the inputs; 0: not measured.
+        peak_bytes: device memory at the peak of one call, beyond the inputs, as torch's allocator counts it; 0: not
+            measured. ``extra["outside_bytes"]`` is what preparation took beside it: symmetric memory, libraries.
         partner: for role "noise" the variant that was measured again.
         extra: anything else of that suite: plan, baseline measured in the same process, tokens/s.
     """
@@ -202,9 +204,22 @@ class Results:
         """The header of the run that the row belongs to."""
         return next((h for h in self.headers if h.run == row.run), None)
 
+    def card_of(self, run: str) -> str:
+        """:func:`card` of the run of that id."""
+        return next((card(h.env) for h in self.headers if h.run == run), "")
+
     def latest(self) -> list[Row]:
-        """Rows in file order; of several with the same key the last (a resumed or repeated run replaces)."""
-        return list({row.key: row for row in self.rows}.values())
+        """Rows in file order; of several with the same key the last (a resumed or repeated run replaces).
+
+        Rows of different cards never replace each other.
+        """
+        cards = {h.run: card(h.env) for h in self.headers}
+        return list({(cards.get(row.run, ""), *row.key): row for row in self.rows}.values())
+
+
+def card(env: Mapping[str, Any]) -> str:
+    """Name of the GPU in the environment of a run, of the processor where none was measured; "" if unknown."""
+    return str(env.get("gpu") or env.get("cpu") or "")
 
 
 def encode(record: Header | Row | Footer) -> dict[str, Any]:

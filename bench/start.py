@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import environment, records, suites
+from . import environment, records, resume, suites
 from .errors import BenchError
 from .live import make_display
 from .plan import Job, Profile, Selection, Settings, measured, plan
@@ -44,11 +44,14 @@ def run(given: argparse.Namespace, arguments: Sequence[str]) -> int:
         commit=given.commit,
     )
     path = given.out or _default_path(device, max(max(w) for w in worlds.values()))
-    # Another schema is found before measuring.
-    known = records.load(path).latest() if path.exists() and not given.profile else []
     if given.resume and not path.exists():
         raise BenchError(f"resume: {path} does not exist; name the file with --out, or leave --resume out.")
-    done = measured(known, retry=given.retry) if given.resume else set()
+    known, lost = records.Results(), []
+    if path.exists() and not given.profile:
+        lost = resume.left_over(path)
+        known = records.load(path)  # another schema is found before measuring
+        lost = [row for row in lost if all((r.key, r.run) != (row.key, row.run) for r in known.rows)]
+    done = _done(given, known, lost, loaded, device, settings, path) if given.resume else set()
     selection = Selection(tuple(given.cases), given.variants, given.skip)
     plans = {
         suite.name: [
@@ -64,7 +67,41 @@ def run(given: argparse.Namespace, arguments: Sequence[str]) -> int:
         return 0
     if given.profile:
         return _profile(given, loaded, plans)
+    if _first() and path.exists():
+        _write_lost(path, lost)
     return _run_all(given, loaded, plans, path, arguments)
+
+
+def _first() -> bool:
+    """Whether this process writes and prints."""
+    return not under_torchrun() or os.environ["RANK"] == "0"
+
+
+def _done(
+    given: argparse.Namespace,
+    known: records.Results,
+    lost: Sequence[records.Row],
+    loaded: Sequence[Suite],
+    device: str,
+    settings: Settings,
+    path: Path,
+) -> set[tuple[str, str, str, int, str]]:
+    """Keys that --resume leaves out; ``lost``: rows of what the last run was measuring when it ended."""
+    warnings = resume.check(path, known, given.suites, resume.present(device, settings))
+    for sentence in warnings if _first() else []:
+        print(f"bench: warning: {sentence}", file=sys.stderr)
+    rows = records.Results(known.headers, [*known.rows, *lost]).latest()
+    names = ((suite.name, suite.baseline(_options(given, device, 1))) for suite in loaded)
+    baselines = {(suite, name) for suite, name in names if name}
+    return measured(rows, retry=given.retry, baselines=baselines)
+
+
+def _write_lost(path: Path, lost: Sequence[records.Row]) -> None:
+    """Rows of what the last run was measuring when it ended; then the side file goes, see :func:`.resume.left_over`."""
+    for row in lost:
+        records.append(path, row)
+        print(f"{row.suite} {row.case}, {row.variant}: {row.status.upper()}: {row.reason}", file=sys.stderr)
+    resume.clear(path)
 
 
 def _run_all(
@@ -76,17 +113,14 @@ def _run_all(
 ) -> int:
     if under_torchrun():
         from .under_torchrun import run_jobs
-
-        first = os.environ["RANK"] == "0"
     else:
         from .supervisor import run_jobs
-
-        first = True
+    first = _first()
     display = make_display(live=first and not given.no_live)
     again = shlex.join(a for a in arguments if a != "--resume")
-    resume = f"python -m {__package__} {again} --resume"
+    go_on = f"{'torchrun ... -m' if under_torchrun() else 'python -m'} {__package__} {again} --resume"
     if given.out is None:
-        resume += f" --out {path}"
+        go_on += f" --out {path}"
     before = len(records.load(path).rows) if path.exists() else 0
     for suite in loaded:
         jobs = plans[suite.name]
@@ -101,7 +135,7 @@ def _run_all(
         except BaseException as error:
             recorder.end(complete=False)
             if first and isinstance(error, KeyboardInterrupt):
-                print(f"\ninterrupted; what was measured is in {path}. To go on: {resume}", file=sys.stderr)
+                print(f"\ninterrupted; what was measured is in {path}. To go on: {go_on}", file=sys.stderr)
             raise
         if complete:
             for world in dict.fromkeys(job.options.world for job in jobs):
@@ -109,7 +143,7 @@ def _run_all(
         recorder.end(complete=complete)
         if not complete:
             if first:
-                print(f"the time budget is spent; what was measured is in {path}. To go on: {resume}")
+                print(f"the time budget is spent; what was measured is in {path}. To go on: {go_on}")
             break
     if not first or not path.exists():
         return 0

@@ -115,7 +115,7 @@ class Runnable:
         check: compares the results that the last ``launch`` of each set (or of some) left with float64; None only
             for transfers without a result worth checking (say why there).
         poison: fills the outputs with NaN; called before the launches that ``check`` judges.
-        graph: may be captured into a CUDA graph; otherwise calls are enqueued one by one, the host ahead of the GPU.
+        graph: may be captured into a CUDA graph; otherwise calls are enqueued one by one (see :mod:`.measure`).
         parts: further calls timed beside ``launch`` in the same way; their medians go to ``extra["<name>_us"]``
             (forward alone, say).
         sample: for what cannot be timed as one call (a flag's round trip): returns times in us, as many on every

@@ -140,7 +140,7 @@ def _what_is_left(
     left = without(job.items, finished, (*where, blamed))
     _write(suite, job, recorder, where, [blamed] if blamed else [], failure.status, failure.reason, left)
     if blamed:
-        strikes.add(blamed)
+        strikes.add(blamed, failure.reason)
     for variant in strikes.out():
         for item in [item for item in left if variant in item.runs]:
             left = without(left, (), (item.case, item.dtype, variant))

@@ -57,6 +57,8 @@ class FakeWorkload(Workload):
                 time.sleep(1000)
             if behaviour == "crashes" and self._mine():
                 os.kill(os.getpid(), signal.SIGSEGV)
+            if behaviour == "exits" and self._mine():
+                os._exit(9)
             if behaviour == "slow":
                 time.sleep(float(os.environ.get("FAKE_SLOW", "0.2")))
             if behaviour != "nan":

@@ -2,27 +2,28 @@
 
 Independent of what it judges: formulas written out, rotary positions by complex numbers, no collective: every
 rank computes the whole layer from the dense weights and keeps its rows of y and of x's gradient. Of every
-weight's gradient it keeps some rows of this rank's part. The weights are drawn in the type under test, one
-product at a time, and widened; tokens pass through the MLP in chunks, heads one after the other, so that a
-block of 70 billion parameters' sizes takes seconds and some 30 GB.
+weight's gradient it keeps one random row of every 64 of this rank's part, so that every tile of a kernel has one.
+The weights are drawn in the type under test, one product at a time, and widened; tokens pass through the MLP in
+chunks, heads one after the other, so that a block of 70 billion parameters' sizes takes seconds and some 30 GB.
 """
 
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from ..checks import sampled_rows
 from .dense import EPS
 from .shapes import Layer
 from .weights import cut, draw_, share
 
-__all__ = ["SAMPLED_ROWS", "Reference", "inputs", "layer_reference", "sampled"]
+__all__ = ["Reference", "inputs", "layer_reference", "sampled"]
 
-SAMPLED_ROWS = 8  # of every weight's gradient
 _CHUNK = 2048  # tokens of the MLP at a time
 _ROTARY_BASE = 10000.0
 
@@ -41,9 +42,14 @@ class Reference:
     weights: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
-def inputs(shape: Layer, seed: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """x and the gradient of y, [S, B, hidden], uniform in [-1, 1]: the same on every rank."""
-    generator = torch.Generator(device).manual_seed(seed)
+def inputs(
+    shape: Layer, seed: int, dtype: torch.dtype, device: torch.device, which: int = 0
+) -> tuple[Tensor, Tensor]:
+    """x and the gradient of y, [S, B, hidden], uniform in [-1, 1]: the same on every rank.
+
+    ``which``: different ones from the same seed.
+    """
+    generator = torch.Generator(device).manual_seed(seed * 1009 + which)
     size = (shape.tokens.seq, shape.tokens.batch, shape.model.hidden)
 
     def draw() -> Tensor:
@@ -52,21 +58,30 @@ def inputs(shape: Layer, seed: int, dtype: torch.dtype, device: torch.device) ->
     return draw(), draw()
 
 
-def sampled(name: str, rows: int, device: torch.device) -> Tensor:
-    """Rows of a rank's part of the weight ``name`` whose gradient is looked at, spread from end to end."""
+def sampled(name: str, rows: int, seed: str, device: torch.device) -> Tensor:
+    """Rows of a rank's part of the weight ``name`` whose gradient is looked at; random by ``seed`` and name."""
     if cut(name) is None:
         return torch.arange(rows, device=device)  # a norm: all of it
-    return torch.linspace(0, rows - 1, min(rows, SAMPLED_ROWS), device=device).round().long()
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+    return sampled_rows(rows, generator).to(device)
 
 
 class _Pieces:
     """Drawing weights, and keeping the sampled gradients."""
 
     def __init__(
-        self, shape: Layer, seed: int, dtype: torch.dtype, device: torch.device, rank: int, world: int
+        self,
+        shape: Layer,
+        seed: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        rank: int,
+        world: int,
+        which: int,
     ) -> None:
         self.shape, self.seed, self.dtype, self.device = shape, seed, dtype, device
         self.rank, self.world = rank, world
+        self.sample = f"{seed} {which} {rank}"  # other rows for other inputs
         self.sums: dict[str, Tensor] = {}
 
     def weight(self, name: str) -> Tensor:
@@ -76,7 +91,7 @@ class _Pieces:
 
     def rows_of(self, name: str) -> Tensor:
         where = share(name, self.shape.weights[name], self.rank, self.world)[0]
-        return sampled(name, where.stop - where.start, self.device)
+        return sampled(name, where.stop - where.start, self.sample, self.device)
 
     def add(self, name: str, dy: Tensor, x: Tensor) -> None:
         """The sampled rows of dy^T x, the gradient of the weight of y = x W^T, over [tokens, ...] matrices."""
@@ -205,11 +220,17 @@ def _block(pieces: _Pieces, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def layer_reference(
-    shape: Layer, seed: int, dtype: torch.dtype, device: torch.device, rank: int, world: int
+    shape: Layer,
+    seed: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    rank: int,
+    world: int,
+    which: int = 0,
 ) -> Reference:
-    """The layer with the weights of ``seed`` on the ``inputs`` of ``seed``; no communication."""
-    pieces = _Pieces(shape, seed, dtype, device, rank, world)
-    x, dy = (t.double().flatten(0, 1) for t in inputs(shape, seed, dtype, device))
+    """The layer with the weights of ``seed`` on the ``inputs`` of ``seed`` and ``which``; no communication."""
+    pieces = _Pieces(shape, seed, dtype, device, rank, world, which)
+    x, dy = (t.double().flatten(0, 1) for t in inputs(shape, seed, dtype, device, which))
     if shape.part == "block":
         y, dx = _block(pieces, x, dy)
     else:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ..models import Model
 
 __all__ = [
+    "INPUTS",
     "SIZES",
     "TINY",
     "Layer",
@@ -18,6 +19,10 @@ __all__ = [
     "train_bytes",
     "train_flops",
 ]
+
+# Different inputs that the calls of a layer walk over, each with its own right results. Three, because a result made
+# of what a buffer held one call before, or two where buffers alternate, then belongs to other inputs.
+INPUTS = 3
 
 # For the CPU: divides by 1, 2, 3, 4 ranks and more; q heads share kv heads.
 TINY = Model(hidden=192, ffn=384, heads=24, kv_heads=12, head_dim=8, layers=2)
@@ -112,7 +117,8 @@ def layer_bytes(layer: Layer, world: int, element: int) -> int:
     A variant: weights and gradients, and some 20 activations of [M, hidden] and 8 of [M, ffn] a world-th of
     them, of which two gathered inputs and two whole outputs are not cut. The reference, in float64: the largest
     weights of one product chain, 12 activations of [M, hidden], the projections, some ten matrices of the
-    scores of one group of heads.
+    scores of one group of heads. Of every one of the ``INPUTS``: x, dy, y, dx, right y and dx, and of all but
+    one the weights' gradients.
     """
     m, tokens = layer.model, layer.tokens
     matrices = _matrix_elements(layer.weights)
@@ -120,12 +126,14 @@ def layer_bytes(layer: Layer, world: int, element: int) -> int:
     variant = element * (
         2 * matrices // world + rows * (20 * m.hidden + 8 * m.ffn + 6 * m.qkv) // world + 4 * rows * m.hidden
     )
+    kept = INPUTS * rows * m.hidden // world * (4 * element + 2 * max(4, 2 * element))
+    variant += kept + (INPUTS - 1) * element * matrices // world
     attention = 0
     if layer.has_attention:
         group = m.heads // m.kv_heads
         attention = 8 * (3 * rows * m.qkv + 10 * group * tokens.seq**2)
     mlp = 8 * (3 if m.gated else 2) * m.ffn * m.hidden if layer.part != "attention" else 0
-    return max(variant, 12 * 8 * rows * m.hidden + max(attention, mlp + 8 * 6 * 2048 * m.ffn))
+    return max(variant, kept + 12 * 8 * rows * m.hidden + max(attention, mlp + 8 * 6 * 2048 * m.ffn))
 
 
 @dataclass(frozen=True)

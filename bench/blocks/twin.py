@@ -21,7 +21,10 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Twin:
-    """``losses`` of the steps, float64; first ``gradients``: name -> (rows of this rank's part, values)."""
+    """``losses`` of the steps, float64; first ``gradients``: name -> (rows of this rank's part, values).
+
+    Rows are those of :func:`.reference.sampled`; see :func:`_sample` about embeddings.
+    """
 
     losses: Tensor
     gradients: dict[str, tuple[Tensor, Tensor]]
@@ -71,14 +74,24 @@ def train_twin(
         losses.append(total / targets.numel())
         if not gradients:
             gradients = {
-                name: _sample(name, parameter, rank, world) for name, parameter in model.named_parameters()
+                name: _sample(name, parameter, rank, world, seed)
+                for name, parameter in model.named_parameters()
             }
         adamw.step()
     return Twin(torch.tensor(losses, dtype=torch.float64, device=device), gradients)
 
 
-def _sample(name: str, parameter: nn.Parameter, rank: int, world: int) -> tuple[Tensor, Tensor]:
+def _sample(name: str, parameter: nn.Parameter, rank: int, world: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Sampled rows of a gradient; of an embedding also a row of every 64 of which one is in the batch."""
     assert parameter.grad is not None
     part = parameter.grad[share(name, parameter.shape, rank, world)]
-    rows = sampled(name, part.shape[0], part.device)
+    rows = sampled(name, part.shape[0], f"{seed} {rank}", part.device)
+    if part.dim() == 2:
+        used = part.any(dim=1).nonzero().flatten().cpu()
+        if len(used) < part.shape[0]:
+            used = used[torch.randperm(len(used), generator=torch.Generator().manual_seed(seed))]
+            one_of_64 = {row // 64: row for row in used.tolist()}.values()
+            rows = torch.cat(
+                (rows, torch.tensor(list(one_of_64), dtype=rows.dtype, device=rows.device))
+            ).unique()
     return rows, part[rows].clone()

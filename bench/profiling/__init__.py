@@ -5,14 +5,17 @@ Three profilers, used in two places. In the worker of each rank, with a callable
     kineto.record(run: Callable[[], None], steps: int, out: Path, rank: int, *, title: str = "",
                   group: ProcessGroup | None = None) -> Path
         profiles ``steps`` calls under torch.profiler, returns the path of OUT/trace_rank{rank}.json.gz
-    bracket(run: Callable[[], None], steps: int, *, group: ProcessGroup | None = None) -> None
+    bracket(run: Callable[[], None], steps: int, *, group: ProcessGroup | None = None,
+            pause: bool = True) -> None
         under nsys or ncu: one call to warm up, then ``steps`` calls between cudaProfilerStart and
         cudaProfilerStop, each in an NVTX range "step i"
     profile(kind: "kineto" | "nsys" | "ncu", run, *, steps=5, out: Path, rank: int, title: str = "",
             group=None) -> None
         either of them, by the name of the profiler
 
-``group`` is needed where not all ranks of the default group take part.
+``group`` is needed where not all ranks of the default group take part. On GPUs the steps are enqueued while
+the GPU pauses (:func:`.capture.hold`; not for ncu, which looks at one kernel), so that times show what the GPUs
+do and not that a host was late; whatever the GPU did up to the end of the pause does not count.
 
 Both turn the ranges of ``TPK_NVTX=1`` on by themselves. In the launcher, before the ranks start (kineto needs
 nothing)::
@@ -71,7 +74,7 @@ def profile(
     if kind == "kineto":
         kineto.record(run, steps, out, rank, title=title, group=group)
     else:
-        bracket(run, steps, group=group)
+        bracket(run, steps, group=group, pause=kind == "nsys")
 
 
 def rank_prefix(kind: Kind, out: Path, kernel_regex: str = "") -> list[str]:

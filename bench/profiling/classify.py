@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-__all__ = ["CATEGORIES", "Category", "cpu_activity", "kernel", "memcpy"]
+__all__ = ["CATEGORIES", "Category", "cpu_activity", "is_pause", "kernel", "memcpy"]
 
 Category = Literal["compute", "communication", "copy", "other"]
 CATEGORIES: tuple[Category, ...] = ("compute", "communication", "copy", "other")
@@ -26,6 +26,9 @@ _COMMUNICATION = re.compile(
 )
 _COPY = re.compile(r"memcpy|direct_copy_kernel|CatArrayBatchedCopy", re.I)
 _OTHER = re.compile(r"memset|FillFunctor|spin_kernel|CUDA graph", re.I)
+
+# Of torch.cuda._sleep: "at::cuda::(anonymous namespace)::spin_kernel(long)"; nsys writes "<unnamed>".
+_PAUSE = re.compile(r"\bspin_kernel\b")
 
 _CPU_PRODUCTS = {
     "aten::mm",
@@ -53,6 +56,11 @@ def kernel(name: str) -> Category:
     if _COPY.search(name):
         return "copy"
     return "other" if _OTHER.search(name) else "compute"
+
+
+def is_pause(name: str) -> bool:
+    """Whether a kernel is that of torch.cuda._sleep, by its name."""
+    return bool(_PAUSE.search(name))
 
 
 def memcpy(name: str, *, between_devices: bool = False) -> Category:

@@ -18,13 +18,14 @@ from typing import Any
 
 from ..errors import BenchError
 from . import classify, intervals, summary
-from .capture import align, synchronize
+from .capture import align, hold, synchronize
 from .ranges import Launch, Range, RangeTotal, totals
 from .summary import Event, RankProfile
 
 __all__ = ["finish", "merge", "profile_of", "record", "summarise"]
 
 _GPU_CATEGORIES = {"kernel", "gpu_memcpy", "gpu_memset"}
+_LAUNCH_CATEGORIES = {"cuda_runtime", "cuda_driver"}
 _STEP = re.compile(r"step \d+")
 # Ranges that torch and its profiler make themselves.
 _FOREIGN_RANGE = re.compile(r"ProfilerStep|nccl:|gloo:|## ")
@@ -38,8 +39,9 @@ def record(
     """Profile ``steps`` calls of ``run`` on this rank; every rank calls it.
 
     Args:
-        run: one step. Called ``steps + 2`` times.
-        steps: how many to record, each in a range "step i"; they are not synchronised.
+        run: one step. Called ``steps + 2`` times, with CUDA once more.
+        steps: how many to record, each in a range "step i"; they are not synchronised, and with CUDA enqueued
+            while the GPU pauses.
         out: folder for OUT/trace_rank{rank}.json.gz.
         rank: of this process.
         title: kept in the trace, for :func:`finish`.
@@ -84,6 +86,7 @@ def record(
         )  # recording starts at another time on every rank; what comes before "step 0" is not counted
         # kineto writes metadata as it is, without escaping it for JSON
         profiler.add_metadata("tpk_title", title.translate({ord('"'): "'", ord("\\"): "/"}))
+        hold(run, steps, group)
         for step in range(steps):
             with record_function(f"step {step}"):
                 run()
@@ -179,12 +182,18 @@ def _metadata(name: str, pid: int, args: dict[str, Any]) -> dict[str, Any]:
 
 
 def profile_of(trace: Mapping[str, Any], rank: int) -> RankProfile:
-    """What one rank did, from its Chrome trace: GPU activities; on a CPU without GPU its products and transfers."""
+    """What one rank did, from its Chrome trace: GPU activities; on a CPU without GPU its products and transfers.
+
+    Counts from "step 0" on, on the GPU from the end of the pause before it (:func:`.capture.hold`) if there is one.
+    """
     spans = [e for e in trace["traceEvents"] if e.get("ph") == "X"]
     steps = [e for e in spans if e.get("cat") == "user_annotation" and _STEP.fullmatch(e["name"])]
     begin = min((e["ts"] for e in steps), default=float("-inf"))
+    kernels = [e for e in spans if e.get("cat") == "kernel"]
     spans = [e for e in spans if e["ts"] >= begin]
-    gpu = [e for e in spans if e.get("cat") in _GPU_CATEGORIES]
+    held_until = _pause_end(kernels, spans)
+    gpu_begin = begin if held_until is None else max(begin, held_until)
+    gpu = [e for e in spans if e.get("cat") in _GPU_CATEGORIES and e["ts"] >= gpu_begin]
     return RankProfile(
         rank=rank,
         events=[_gpu_event(e) for e in gpu]
@@ -193,7 +202,21 @@ def profile_of(trace: Mapping[str, Any], rank: int) -> RankProfile:
         ranges=_ranges(spans, gpu),
         steps=max(1, len({e["name"] for e in steps})),
         clock_ns=int(trace.get("baseTimeNanoseconds", 0)),
+        begin=None if held_until is None else gpu_begin,
     )
+
+
+def _pause_end(kernels: Sequence[Mapping[str, Any]], of_steps: Sequence[Mapping[str, Any]]) -> float | None:
+    """End of the last pause that was launched before the steps; None: there is none."""
+    inside = {_correlation(e) for e in of_steps if e.get("cat") in _LAUNCH_CATEGORIES} - {None}
+    ends = [
+        e["ts"] + e["dur"] for e in kernels if classify.is_pause(e["name"]) and _correlation(e) not in inside
+    ]
+    return max(ends, default=None)
+
+
+def _correlation(event: Mapping[str, Any]) -> Any:
+    return event.get("args", {}).get("correlation")
 
 
 def _gpu_event(event: Mapping[str, Any]) -> Event:
@@ -230,12 +253,9 @@ def _thread_names(events: Sequence[Mapping[str, Any]]) -> dict[Any, str]:
 def _ranges(spans: Sequence[Mapping[str, Any]], gpu: Sequence[Mapping[str, Any]]) -> list[RangeTotal]:
     activities: dict[Hashable, list[intervals.Interval]] = {}
     for e in gpu:
-        key = e.get("args", {}).get("correlation")
-        activities.setdefault(key, []).append((e["ts"], e["ts"] + e["dur"]))
+        activities.setdefault(_correlation(e), []).append((e["ts"], e["ts"] + e["dur"]))
     launches = [
-        Launch(e["ts"], e["tid"], e.get("args", {}).get("correlation"))
-        for e in spans
-        if e.get("cat") in ("cuda_runtime", "cuda_driver")
+        Launch(e["ts"], e["tid"], _correlation(e)) for e in spans if e.get("cat") in _LAUNCH_CATEGORIES
     ]
     marked = [
         Range(e["name"], e["ts"], e["ts"] + e["dur"], e["tid"])

@@ -48,6 +48,8 @@ class _Activity:
 def read(path: Path, rank: int) -> RankProfile:
     """What one rank did, from the export of its report.
 
+    Counts from "step 0" on, on the GPU from the end of the pause before it (:func:`.capture.hold`) if there is one.
+
     Raises:
         BenchError: not a database, or none of Nsight Systems, or one without GPU activities.
     """
@@ -79,7 +81,11 @@ def _read(database: sqlite3.Connection, path: Path, rank: int) -> RankProfile:
     steps = [r for r in ranges if _STEP.fullmatch(r.name)]
     begin = min((r.start for r in steps), default=0)
     ranges = [r for r in ranges if r.start >= begin]
-    activities = [a for a in _activities(rows, strings) if a.event.start >= begin]
+    activities = _activities(rows, strings)
+    launches = _launches(rows("CUPTI_ACTIVITY_KIND_RUNTIME"), activities)
+    held_until = _pause_end(activities, [call for call in launches if call.start >= begin])
+    gpu_begin = begin if held_until is None else max(begin, held_until)
+    activities = [a for a in activities if a.event.start >= gpu_begin]
     if not activities:
         raise BenchError(
             f"{path}: expected kernels or copies in it, found none; the profiled steps launched nothing on "
@@ -88,10 +94,18 @@ def _read(database: sqlite3.Connection, path: Path, rank: int) -> RankProfile:
     return RankProfile(
         rank=rank,
         events=[a.event for a in activities],
-        ranges=_totals(ranges, activities, rows("CUPTI_ACTIVITY_KIND_RUNTIME")),
+        ranges=_totals(ranges, activities, launches),
         steps=max(1, len({r.name for r in steps})),
         clock_ns=_session_start(rows("TARGET_INFO_SESSION_START_TIME")),
+        begin=None if held_until is None else gpu_begin,
     )
+
+
+def _pause_end(activities: Sequence[_Activity], of_steps: Sequence[Launch]) -> float | None:
+    """End of the last pause that was launched before the steps; None: there is none."""
+    inside = {call.key for call in of_steps}
+    ends = [a.event.end for a in activities if classify.is_pause(a.event.name) and a.key not in inside]
+    return max(ends, default=None)
 
 
 def _session_start(rows: Sequence[Row]) -> int:
@@ -147,16 +161,20 @@ def _ranges(rows: Sequence[Row], strings: dict[int, str]) -> list[Range]:
     return out
 
 
-def _totals(
-    ranges: Sequence[Range], activities: Sequence[_Activity], calls: Sequence[Row]
-) -> list[RangeTotal]:
-    busy: dict[Hashable, list[intervals.Interval]] = {}
-    for a in activities:
-        busy.setdefault(a.key, []).append((a.event.start, a.event.end))
+def _launches(calls: Sequence[Row], activities: Sequence[_Activity]) -> list[Launch]:
     has_process = any(a.key[0] for a in activities)
     launches = []
     for call in calls:
         thread = call.get("globalTid") or 0
         key = (thread & _PROCESS_BITS if has_process else 0, call.get("correlationId") or 0)
         launches.append(Launch(call["start"] / 1000, thread, key))
+    return launches
+
+
+def _totals(
+    ranges: Sequence[Range], activities: Sequence[_Activity], launches: Sequence[Launch]
+) -> list[RangeTotal]:
+    busy: dict[Hashable, list[intervals.Interval]] = {}
+    for a in activities:
+        busy.setdefault(a.key, []).append((a.event.start, a.event.end))
     return totals(ranges, launches, busy)

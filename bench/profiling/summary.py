@@ -35,6 +35,7 @@ SCHEMA = 1
 SHOWN_STEPS = 2  # of the timeline
 MAX_EVENTS = 400  # of the timeline of one rank
 RANGE_LIMIT = 20
+LATE = 0.2  # ranks' communication times that differ by more need an explanation
 
 
 @dataclass(frozen=True)
@@ -50,13 +51,18 @@ class Event:
 
 @dataclass
 class RankProfile:
-    """What one rank did. ``clock_ns``: what to add to ``start`` (in ns) to compare ranks of one host."""
+    """What one rank did, in microseconds on its own clock.
+
+    ``clock_ns``: what to add (in ns) to compare ranks of one host; ``begin``: when its GPU began with the steps,
+    None: with the first event.
+    """
 
     rank: int
     events: list[Event]
     ranges: list[RangeTotal] = field(default_factory=list)
     steps: int = 1
     clock_ns: int = 0
+    begin: float | None = None
 
     def covered(self, category: Category) -> list[intervals.Interval]:
         return intervals.union((e.start, e.end) for e in self.events if e.category == category)
@@ -65,20 +71,42 @@ class RankProfile:
 def build(profiles: Sequence[RankProfile], title: str, *, tool: str) -> dict[str, Any]:
     """The ``trace_summary`` object that ``bench report`` draws.
 
-    Totals are over all steps; the events are those of the first steps, on one time axis that begins at 0.
+    Totals are over all steps; the events are those of the first steps, on one time axis that begins at 0, where
+    the first rank begins. ``warning`` is a sentence if the ranks' communication times tell of a late one, else "".
     """
     base = min((p.clock_ns for p in profiles), default=0)
     shifts = {p.rank: (p.clock_ns - base) / 1000 for p in profiles}
-    begins = [e.start + shifts[p.rank] for p in profiles for e in p.events]
+    begins = [
+        shifts[p.rank] + (min(e.start for e in p.events) if p.begin is None else p.begin)
+        for p in profiles
+        if p.events
+    ]
     origin = min(begins, default=0.0)
+    steps = max((p.steps for p in profiles), default=0)
+    ranks = [_rank(p, shifts[p.rank] - origin) for p in sorted(profiles, key=lambda p: p.rank)]
     return {
         "schema": SCHEMA,
         "kind": "trace_summary",
         "title": title,
         "tool": tool,
-        "steps": max((p.steps for p in profiles), default=0),
-        "ranks": [_rank(p, shifts[p.rank] - origin) for p in sorted(profiles, key=lambda p: p.rank)],
+        "steps": steps,
+        "warning": _late_rank(ranks, max(1, steps)),
+        "ranks": ranks,
     }
+
+
+def _late_rank(ranks: Sequence[Mapping[str, Any]], steps: int) -> str:
+    """A warning if a rank communicates much less than another: the others wait in their communication for it."""
+    if not ranks:
+        return ""
+    least, most = (choose(ranks, key=lambda r: r["communication_us"]) for choose in (min, max))
+    low, high = least["communication_us"] / steps, most["communication_us"] / steps
+    if high - low <= LATE * low:
+        return ""
+    return (
+        f"warning: communication takes {high:.1f} us a step on rank {most['rank']} and {low:.1f} us on rank "
+        f"{least['rank']}, which seems late; waiting for it counts as communication of the others."
+    )
 
 
 def _rank(profile: RankProfile, shift: float) -> dict[str, Any]:
@@ -140,6 +168,8 @@ def tables(summary: Mapping[str, Any], profiles: Sequence[RankProfile]) -> str:
         f"{summary['title'] or 'profile'} ({summary['tool']}, {steps} steps, per step)",
         _grid(head, rows),
     ]
+    if summary.get("warning"):
+        parts.append(summary["warning"])
     for profile in profiles[:1]:
         parts += [f"rank {profile.rank}: activities", _activities(profile)]
         if profile.ranges:

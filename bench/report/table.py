@@ -82,8 +82,10 @@ class Table:
         note = 0
         if not row.us:
             note = self.note("launched from the host, not from a CUDA graph")
-        elif row.extra.get("queued"):
-            note = self.note("calls enqueued one by one, not a CUDA graph")
+        elif row.extra.get("timed") == "queued":
+            note = self.note("calls enqueued one by one ahead of the GPU, not a CUDA graph")
+        elif row.extra.get("timed") == "steady":
+            note = self.note("calls launched one after the other, the host included, not a CUDA graph")
         return Cell(text, title=_how(row), sort=row.best.p50, note=note)
 
     def ratio(self, value: float | None, noise: Noise | None, *, note: int = 0) -> Cell:

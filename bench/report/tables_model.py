@@ -43,7 +43,7 @@ def layer_tables(rows: Sequence[Row]) -> list[Table]:
                     *parts,
                     table.time(row),
                     _ratio(table, group, row, noise),
-                    Cell(number(peak), sort=peak),
+                    Cell(number(peak), title=_outside(row), sort=peak),
                 ]
             )
         tables.append(table.trimmed())
@@ -79,7 +79,7 @@ def train_tables(rows: Sequence[Row]) -> list[Table]:
                     _extra(row, "tokens_per_s"),
                     _ratio(table, group, row, noise),
                     Cell(number(100 * mfu) if mfu else DASH, sort=mfu),
-                    Cell(number(peak), sort=peak),
+                    Cell(number(peak), title=_outside(row), sort=peak),
                 ]
             )
         tables.append(table.trimmed())
@@ -118,3 +118,8 @@ def _ratio(table: Table, group: Group, row: Row, noise: Noise | None) -> Cell:
     if row.variant == group.baseline_name:
         return Cell("1" if group.baseline else DASH, "muted")
     return table.ratio(group.speedup(row), noise, note=table.note(MIXED) if group.across_runs(row) else 0)
+
+
+def _outside(row: Row) -> str:
+    taken = row.extra.get("outside_bytes", 0) / MIB
+    return f"and {number(taken)} MiB outside torch's allocator (symmetric memory, libraries)" if taken else ""

@@ -46,7 +46,7 @@ def _table(groups: Sequence[Group], same_machine: Sequence[Group]) -> Table:
     columns += [Column(f"× {baseline}", ours=True), Column("× best peer", ours=True)]
     columns += [Column("exposed, us", ours=True), Column("hidden", ours=True)]
     caption = (
-        f"×: time of {baseline}, or of the fastest peer, / time of our fastest path. Exposed: t_fused - t_gemm; "
+        f"×: time of {baseline}, or of the fastest peer, / time of ours (auto). Exposed: t_fused - t_gemm; "
         f"hidden: 1 - exposed / t_comm. {describe_noise(noise)}{describe_never_run(absent)}"
     )
     title = f"{OP_TITLES.get(first.first.op, first.first.op)}, {ranks(first.world)}, {first.dtype}"

@@ -22,11 +22,12 @@ _MAX_EVENTS = 1500  # of one stream, drawn
 
 @dataclass(frozen=True)
 class TraceSummary:
-    """One trace. ``ranks``: as in the file; ``steps``: over how many steps the totals go."""
+    """One trace. ``ranks``: as in the file; ``steps``: over how many steps the totals go; ``warning``: or ""."""
 
     title: str
     ranks: list[dict[str, Any]]
     steps: int = 1
+    warning: str = ""
 
 
 def parse_trace(data: Mapping[str, Any], path: Path) -> TraceSummary:
@@ -46,7 +47,8 @@ def parse_trace(data: Mapping[str, Any], path: Path) -> TraceSummary:
                 str(stream["name"])
                 for event in stream["events"]:
                     float(event["start_us"]), float(event["dur_us"]), str(event["name"])
-        return TraceSummary(str(data.get("title") or path.stem), ranks, max(1, int(data.get("steps") or 1)))
+        steps = max(1, int(data.get("steps") or 1))
+        return TraceSummary(str(data.get("title") or path.stem), ranks, steps, str(data.get("warning") or ""))
     except (KeyError, TypeError, ValueError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise BenchError(f"{path}: a trace summary in which something is missing ({reason}).") from None
@@ -65,12 +67,18 @@ def trace_table(traces: Sequence[TraceSummary]) -> Table:
         "traces", columns, caption="Times of one step, from a profile: profiled kernels run a little slower."
     )
     for trace in traces:
+        note = table.note(trace.warning) if trace.warning else 0
         for rank in trace.ranks:
             times = [rank[name] / trace.steps for name in ("compute_us", "communication_us", "exposed_us")]
             hidden = rank["overlap_fraction"] if rank["communication_us"] else None
             cells = [Cell(number(t), sort=t) for t in times]
             table.rows.append(
-                [Cell(trace.title), Cell(str(rank["rank"])), *cells, Cell(percent(hidden), sort=hidden)]
+                [
+                    Cell(trace.title, note=note),
+                    Cell(str(rank["rank"])),
+                    *cells,
+                    Cell(percent(hidden), sort=hidden),
+                ]
             )
     return table
 

@@ -8,9 +8,10 @@ Models that are gated have SwiGLU and three weights in the MLP, the others (gpt3
 RMSNorm, rotary positions and no biases. Flash attention is torch's ``scaled_dot_product_attention`` in every
 variant.
 
-Correctness: every variant starts from the same weights and gets the same x and gradient of y, all uniform. At
-the full size, y, the gradient of x and eight rows of every weight's gradient are compared with the layer in
-float64 (:mod:`..blocks.reference`), in pieces of 128 columns of a row.
+Correctness: every variant starts from the same weights and gets the same x and gradient of y, all uniform; three
+different ones in turn, so that what an earlier call left behind is wrong for a later one. At the full size and for
+each of the three, y, the gradient of x and one random row of every 64 of every weight's gradient are compared with
+the layer in float64 (:mod:`..blocks.reference`), in pieces of 128 columns of a row.
 """
 
 from __future__ import annotations

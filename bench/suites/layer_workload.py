@@ -10,7 +10,7 @@ from torch import Tensor
 from ..blocks.implementation import Implementation
 from ..blocks.judge import allowed, worst
 from ..blocks.reference import inputs, layer_reference
-from ..blocks.shapes import misfit
+from ..blocks.shapes import INPUTS, misfit
 from ..blocks.variants import COMPILED, build
 from ..blocks.weights import local
 from ..context import Context
@@ -22,7 +22,10 @@ __all__ = ["LayerWorkload"]
 
 
 class LayerWorkload(Workload):
-    """One layer on one batch; every buffer set holds the same values at its own place in memory.
+    """One layer on ``INPUTS`` different batches in turn, each with its own right results.
+
+    A call that takes what an earlier one left in a buffer therefore gives wrong results, in the first check at
+    least: until then only the first batch has been seen.
 
     Raises:
         Skip: the sizes do not divide by the number of ranks.
@@ -37,16 +40,23 @@ class LayerWorkload(Workload):
         if reason:
             raise Skip(reason)
         rank, world = context.rank, context.world
-        self.reference = layer_reference(self.layer, self.seed, self.dtype, context.device, rank, world)
+        shape, seed, dtype, device = self.layer, self.seed, self.dtype, context.device
+        self.references = [
+            layer_reference(shape, seed, dtype, device, rank, world, which) for which in range(INPUTS)
+        ]
         if context.cuda:
             torch.cuda.empty_cache()  # collectives allocate beside torch's cache
         mine = slice(rank * self.layer.tokens.seq // world, (rank + 1) * self.layer.tokens.seq // world)
-        x, dy = (t[mine].clone() for t in inputs(self.layer, self.seed, self.dtype, context.device))
+        batches = [
+            [t[mine].clone() for t in inputs(shape, seed, dtype, device, which)] for which in range(INPUTS)
+        ]
         matrices = sum(a * b for a, b in (s for s in self.layer.weights.values() if len(s) == 2))
-        set_bytes = self.dtype.itemsize * (2 * matrices // world + 4 * x.numel())
+        set_bytes = self.dtype.itemsize * (2 * matrices // world + 4 * batches[0][0].numel())
         # Weights are shared by all sets, as they are by the calls of a training run.
-        copies = context.copies(set_bytes, at_least=1)
-        self.sets = [(x.clone().requires_grad_(), dy.clone()) for _ in range(copies)]
+        copies = context.copies(set_bytes, at_least=INPUTS)
+        self.sets = [
+            (x.clone().requires_grad_(), dy.clone()) for x, dy in (batches[i % INPUTS] for i in range(copies))
+        ]
 
     def prepare(self, variant: str) -> Runnable:
         """Builds the layer and runs it once in every mode that will be timed, so that compilation is over."""
@@ -103,12 +113,12 @@ class _Calls:
                 tensor.fill_(float("nan"))
 
     def check(self) -> Check:
-        reference = self.workload.reference
         found: dict[str, tuple[Tensor, Tensor, Tensor | None]] = {}
         for i, tensors in enumerate(self.results):
             if tensors is None:
                 continue
             y, dx, *gradients = tensors
+            reference = self.workload.references[i % INPUTS]
             found[f"{i} y"] = (y, reference.y, None)
             found[f"{i} dx"] = (dx, reference.dx, None)
             for part in self.implementation.parts:

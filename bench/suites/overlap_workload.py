@@ -27,8 +27,8 @@ class OverlapWorkload(Workload):
     def prepare(self, variant: str) -> Runnable:
         """Collective: every rank prepares the same variants in the same order."""
         problem = self.problem
-        if variant.startswith("ours:"):
-            return _ours(problem, variant.removeprefix("ours:"))
+        if variant == "ours" or variant.startswith("ours:"):
+            return _ours(problem, variant.removeprefix("ours").removeprefix(":") or "auto")
         if variant in ("nccl+cublas", "gloo+blas"):
             return _SEQUENCES[problem.op](problem)
         if variant == "gemm":

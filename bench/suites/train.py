@@ -1,16 +1,23 @@
 """Suite ``train``: tokens a second and model FLOP utilisation of whole training steps of a language model.
 
 A step is forward, loss, backward and AdamW (torch's fused one, parameters and moments in the model's dtype, no
-clipping) on a batch of random tokens; steps are launched from the host, not captured: ``host_us``. The model is
-the demo's, in sizes of the demo and with the blocks of large models, few of them.
+clipping) on a batch of random tokens. Steps are launched from the host, not captured. Where the host is too slow to
+enqueue several ahead, ``us`` is the time of one of several steps launched back to back from an idle GPU (see
+:mod:`..measure`): the host's time where that is longer than the GPU's. ``host_us`` is a single step on an idle GPU.
+The model is the demo's, in sizes of the demo and with the blocks of large models, few of them.
 
-``extra``: ``tokens_per_s`` of the whole group; ``mfu``, model FLOPs (:func:`..blocks.shapes.train_flops`) a
-second over the GPU's dense peak by its data sheet, where it is known, else over the rate of a large
-``torch.mm`` measured before; that rate is ``matmul_tflops``, and ``mfu_of_matmul`` refers to it. All per rank.
+``extra``, from ``us``: ``tokens_per_s`` of the whole group; ``mfu``, model FLOPs
+(:func:`..blocks.shapes.train_flops`) a second over the GPU's dense peak by its data sheet, where it is known, else
+over the rate of a large ``torch.mm`` measured before; that rate is ``matmul_tflops``, and ``mfu_of_matmul`` refers
+to it. All but ``tokens_per_s`` per rank.
 
 Correctness: every variant starts from the same weights and sees the same batches as the unsharded twin, a plain
 model of torch in float32. The losses of the first three steps, as launched by the engine, must be the twin's;
-then, from the starting weights again, eight rows of every parameter's first gradient.
+then, from the starting weights again, the first gradients: one random row of every 64 of every parameter (of the
+embedding also one that the batch uses), all of them together and in pieces of 128 columns (:mod:`..blocks.judge`
+says what is allowed and why). The row's ``error`` and ``tolerance`` are those of what comes nearest to its limit;
+``extra`` has all three. What small part of a sum over the ranks is wrong shows in suite ``layer``, whose limits are
+tighter.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..blocks.implementation import Implementation
-from ..blocks.judge import allowed_gradient, allowed_loss, worst
+from ..blocks.judge import allowed_gradient, allowed_loss, allowed_piece, worst, worst_whole
 from ..blocks.peaks import data_sheet_tflops
 from ..blocks.shapes import misfit, train_flops
 from ..blocks.twin import batches, optimizer, train_twin
@@ -74,7 +75,7 @@ class TrainWorkload(Workload):
         )
 
     def finish(self, us: Stats) -> Mapping[str, float]:
-        """Speed of a step that takes ``us``."""
+        """Speed of a step that takes ``us``, one of many in a row."""
         tflops = train_flops(self.size, self.context.world) / us.p50 * 1e-6
         peak = self.peak_tflops or self.matmul_tflops
         return {
@@ -127,7 +128,7 @@ class _Run:
         self.losses.fill_(float("nan"))
 
     def check(self) -> Check:
-        """Of the losses that the last steps left, scaled to what gradients may err, and of a first gradient."""
+        """Of the losses that the last steps left and of a first gradient: what comes nearest to its limit."""
         w = self.workload
         extra = self.implementation.extra
         loss_error = float(((self.losses - w.twin.losses) / w.twin.losses).abs().max())
@@ -138,12 +139,17 @@ class _Run:
             for part in self.implementation.parts
             for rows, values in (w.twin.gradients[part.name],)
         }
-        gradient_error, extra["largest_error"] = worst(pairs)
-        limit = allowed_gradient(w.dtype, w.context.world, w.size.model.layers)
-        extra |= {"loss_error": loss_error, "gradient_error": gradient_error}
-        scaled = loss_error / allowed_loss(w.dtype) * limit
-        # max() would keep a number and drop a nan.
-        return Check(max(gradient_error, scaled) if scaled == scaled else float("inf"), limit)
+        whole_error, extra["largest_error"] = worst_whole(pairs)
+        piece_error, extra["largest_piece_error"] = worst(pairs)
+        extra |= {"loss_error": loss_error, "gradient_error": whole_error, "piece_error": piece_error}
+        sizes = (w.dtype, w.context.world, w.size.model.layers)
+        checks = (
+            # max() would keep a number and drop a nan.
+            Check(math.inf if math.isnan(loss_error) else loss_error, allowed_loss(w.dtype)),
+            Check(whole_error, allowed_gradient(*sizes)),
+            Check(piece_error, allowed_piece(*sizes)),
+        )
+        return max(checks, key=lambda check: check.error / check.tolerance)
 
 
 def _all(gradients: list[Tensor | None]) -> list[Tensor]:

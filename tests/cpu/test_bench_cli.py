@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -194,7 +195,24 @@ def test_retry_measures_again_what_did_not_come_to_an_end() -> None:
     rows = [Row("fake", status, "double", "fine", "ours", status=status) for status in reasons]  # type: ignore[arg-type]
     rows.append(Row("fake", "out", "double", "fine", "ours", status="skipped", reason=Strikes().reason))
     assert {key[1] for key in plan.measured(rows, retry=False)} == {*reasons, "out"}
-    assert {key[1] for key in plan.measured(rows, retry=True)} == {"ok", "failed", "skipped"}
+    assert {key[1] for key in plan.measured(rows, retry=True)} == {"ok", "skipped"}
+
+
+def test_a_baseline_without_its_second_row_is_not_done() -> None:
+    base = Row("fake", "small", "double", "base", "peer", us=Stats.of([1.0]), extra={"calls": 3})
+    again = replace(base, variant="base again", role="noise", partner="base")
+    fine = replace(base, variant="fine")
+    sampled = replace(base, case="middle", extra={})  # is not measured twice
+    wrong = replace(base, case="large", status="failed")
+    baselines = {("fake", "base")}
+
+    def done(*rows: Row) -> set[tuple[str, str]]:
+        return {(key[1], key[4]) for key in plan.measured(rows, retry=False, baselines=baselines)}
+
+    assert done(base, fine, sampled, wrong) == {("small", "fine"), ("middle", "base"), ("large", "base")}
+    assert ("small", "base") in done(base, again)
+    assert ("small", "base") not in done(base, replace(again, case="middle"))
+    assert len(plan.measured([base], retry=False)) == 1
 
 
 def test_jobs_travel_as_json() -> None:
@@ -227,11 +245,28 @@ def test_what_is_left_after_a_crash() -> None:
 
 def test_two_strikes() -> None:
     strikes = Strikes()
-    strikes.add("x")
-    strikes.add("y")
+    strikes.add("x", "no sign of life")
+    strikes.add("y", "ended by SIGSEGV")
     assert strikes.out() == []
-    strikes.add("x")
+    strikes.add("x", "ended by SIGSEGV")
     assert strikes.out() == ["x"]
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        "OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB",
+        "not enough memory: Tried to allocate 2 GiB",
+        "rank 1 ended with exit code 1: torch.OutOfMemoryError",
+        "rank 1 was ended by SIGKILL (out of memory?)",
+        "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    ],
+)
+def test_lack_of_memory_is_no_strike(reason: str) -> None:
+    strikes = Strikes()
+    for _ in range(3):
+        strikes.add("x", reason)
+    assert strikes.out() == []
 
 
 def step(number: int, since: float = 0.0, variant: str = "v", limit: float = 0.0) -> Step:
@@ -289,7 +324,7 @@ def test_cells() -> None:
     assert live.cell(row("a", 5.0), base) == ("5.0 2.00x", "green")
     assert live.cell(row("a", 20.0), base) == ("20.0 0.50x", "red")
     assert live.cell(row("a", None, 60.0), base) == ("60.0 0.50x", "red")  # times of one kind are compared
-    assert live.cell(row("a", 5.0, extra={"queued": True}), base) == ("5.0 2.00x queued", "green")
+    assert live.cell(row("a", 5.0, extra={"timed": "queued"}), base) == ("5.0 2.00x queued", "green")
     assert live.cell(row("gemm", 5.0, role="part"), base) == ("5.0", "")
     assert live.cell(row("a", 1.0, status="failed"), base) == ("FAILED 1.0", "bold red")
     assert live.cell(row("a", None, status="skipped"), base)[0] == "-"

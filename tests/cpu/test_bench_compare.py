@@ -203,7 +203,7 @@ def test_what_was_right_and_is_broken(tmp_path, status):
     b = [row("streamk", 50, status=status, reason="because\nof <this>"), row("cublas", 100)]
     code, text = shown(*files(tmp_path, a, b))
     assert code == 1
-    assert f"BROKEN gemm, a, bfloat16, x1, streamk: ok -> {status} (because of <this>)" in text
+    assert text.count(f"BROKEN gemm, a, bfloat16, x1, streamk: ok -> {status} (because of <this>)") == 1
     assert "Result: 1 broken." in text
     code, text = shown(*files(tmp_path, b, a))
     assert code == 0
@@ -211,11 +211,72 @@ def test_what_was_right_and_is_broken(tmp_path, status):
     assert shown(*files(tmp_path, b, b))[0] == 0  # as broken as before
 
 
-def test_skipped_is_said_and_not_counted(tmp_path):
-    a, b = [row("streamk", 100)], [row("streamk", None, status="skipped", reason="no memory")]
-    code, text = shown(*files(tmp_path, a, b))
+def test_a_variant_of_ours_that_is_skipped_now_is_broken(tmp_path):
+    a = [row("streamk", 100), row("cublas", 100)]
+    for reason in ("not enough memory: CUDA out of memory", "ended its processes twice before in this run"):
+        b = [row("streamk", None, status="skipped", reason=reason), row("cublas", 100)]
+        code, text = shown(*files(tmp_path, a, b))
+        assert code == 1
+        assert f"BROKEN gemm, a, bfloat16, x1, streamk: ok -> skipped ({reason})\n" in text
+        assert text.endswith("Result: 1 broken.\n")
+        assert shown(*files(tmp_path, b, a))[0] == shown(*files(tmp_path, b, b))[0] == 0
+
+
+def test_peers_may_be_skipped_or_gone_but_not_fail(tmp_path):
+    ours, peer = row("streamk", 100), row("cublas", 100)
+    skipped = row("cublas", None, status="skipped", reason="not installed")
+    code, text = shown(*files(tmp_path, [ours, peer], [ours, skipped]))
     assert code == 0
-    assert "ok -> skipped (no memory)" in text
+    assert "  gemm, a, bfloat16, x1, cublas: ok -> skipped (not installed)" in text
+    code, text = shown(*files(tmp_path, [ours, peer], [ours]))
+    assert code == 0
+    assert "1 only in A:\n  gemm, a, bfloat16, x1, cublas" in text
+    assert shown(*files(tmp_path, [ours, peer], [ours, row("cublas", None, status="crashed")]))[0] == 1
+
+
+def test_a_variant_of_ours_that_is_gone_from_a_case_is_broken(tmp_path):
+    ours, peer = row("streamk", 100), row("cublas", 100)
+    code, text = shown(*files(tmp_path, [ours, peer], [peer]))
+    assert code == 1
+    assert "BROKEN gemm, a, bfloat16, x1, streamk: no row in B, which has this case\n" in text
+    assert "only in A" not in text
+    # A case that is gone as a whole was not asked for; and what was never right cannot be lost.
+    other = row("cublas", 100, "b")
+    assert shown(*files(tmp_path, [ours, peer, other], [other]))[0] == 0
+    assert shown(*files(tmp_path, [row("streamk", 100, status="failed"), peer], [peer]))[0] == 0
+    assert shown(*files(tmp_path, [ours, peer], [row("cublas", 100, world=2), other, peer]))[0] == 1
+
+
+def test_what_of_ours_cannot_be_compared_any_more_is_broken(tmp_path):
+    peer = row("cublas", 100)
+    from_host = dataclasses.replace(row("streamk", None), host_us=stats(165))
+    code, text = shown(*files(tmp_path, [row("streamk", 100), peer], [from_host, peer]))
+    assert code == 1
+    reason = "not comparable any more: graph time in A, host-launched time in B"
+    assert f"BROKEN gemm, a, bfloat16, x1, streamk: {reason}\n" in text
+    code, text = shown(*files(tmp_path, [row("streamk", 100), peer], [row("streamk", None), peer]))
+    assert code == 1
+    assert "graph time in A, no time in B" in text
+    as_peer = [dataclasses.replace(r, role="peer") for r in (row("streamk", 100), from_host)]
+    code, text = shown(*files(tmp_path, [as_peer[0]], [as_peer[1]]))
+    assert code == 0
+    assert "1 not comparable" in text
+    # Without the baseline in B nothing can be told; without it in A nothing could ever be.
+    both = [row("streamk", 100), peer]
+    code, text = shown(*files(tmp_path, both, both[:1]), relative_to="cublas")
+    assert code == 1
+    assert "not comparable any more: no baseline beside it in B" in text
+    assert shown(*files(tmp_path, both[:1], both), relative_to="cublas")[0] == 0
+
+
+def test_a_file_of_several_cards_is_refused(tmp_path):
+    a, b = files(tmp_path, [row("streamk", 100)], [row("streamk", 100)])
+    records.append(b, Header("s", "gemm", "later", env={**samples.ENV, "gpu": "NVIDIA H200"}))
+    records.append(b, row("streamk", 90, run="s"))
+    with pytest.raises(
+        BenchError, match=r"b\.jsonl: holds results of NVIDIA H100 80GB HBM3 and of NVIDIA H200"
+    ):
+        run(a, b, stdout=io.StringIO())
 
 
 def test_missing_and_new_are_listed(tmp_path):

@@ -67,6 +67,8 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda: None)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 1000)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2000)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (7000, 10_000))
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 5000)
     monkeypatch.setattr(torch.cuda, "_sleep", sleeps.append)
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
@@ -134,7 +136,7 @@ def test_what_cannot_be_captured_is_enqueued_call_by_call(monkeypatch: pytest.Mo
     monkeypatch.setattr(measure, "_record", fail_once)
     row = run("parts")["parts"]
     assert row.status == "ok" and row.us is not None and row.host_us is not None
-    assert row.extra["queued"] is True
+    assert row.extra["timed"] == "queued"
     assert row.extra["graph_error"] == "NotImplementedError: operation not permitted when stream is capturing"
     assert row.extra["half_us"] > 0
     assert row.extra["per_second"] == pytest.approx(1e6 / row.us.p50)
@@ -147,11 +149,12 @@ def test_a_variant_may_refuse_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "_record", lambda graph, run: pytest.fail("captured"))
     row = run("base")["base"]
     assert row.us is not None and row.host_us is not None
-    assert row.extra["queued"] is True and "graph_error" not in row.extra
+    assert row.extra["timed"] == "queued" and "graph_error" not in row.extra
 
 
 def test_late_hosts_make_the_gpu_sleep_longer(fake_cuda: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     series = measure.Series(lambda i: None, 2, Context(OPTIONS), BUDGET, capture=True)
+    fake_cuda.clear()
     assert series.time()[1] is False and series.time()[1] is False
     assert fake_cuda == [200_000, 200_000]
     monkeypatch.setattr(FakeEvent, "done_early", True)
@@ -180,5 +183,18 @@ def test_late_samples_are_left_out_while_enough_remain(monkeypatch: pytest.Monke
     most_late = [(10.0, False)] * 2 + [(99.0, True)] * 5
     series: dict[Any, Any] = {("a", ""): Given(warm + few_late), ("b", ""): Given(warm + most_late)}
     stats = measure.interleave(series, Context(OPTIONS), budget, random.Random(0), lambda name: None)
-    assert (stats["a", ""].p50, stats["a", ""].n) == (10.0, 5)
-    assert (stats["b", ""].p50, stats["b", ""].n) == (99.0, 7)
+    (a, late_a), (b, late_b) = stats["a", ""], stats["b", ""]
+    assert (a.p50, a.n, late_a) == (10.0, 5, 0)
+    assert (b.p50, b.n, late_b) == (99.0, 7, 5)
+
+
+def test_what_is_too_slow_to_enqueue_ahead_is_timed_without_a_sleep(fake_cuda: list[int]) -> None:
+    """us of the device and of the host for one call: kind, calls, sleep."""
+    budget = Budget(round_us=2000.0)
+    assert measure._shape(100.0, 50.0, 3, budget, True, True) == ("graph", 21, 200.0)
+    assert measure._shape(100.0, 400.0, 3, budget, True, False) == ("queued", 16, 1.5 * 400 * 16 + 200)
+    assert measure._shape(80_000.0, 90_000.0, 3, budget, True, False) == ("steady", 4, 0.0)
+    assert measure._shape(9000.0, 8000.0, 3, budget, True, False) == ("steady", 10, 0.0)
+    series = measure.Series(lambda i: time.sleep(0.01), 1, Context(OPTIONS), budget, capture=False)
+    fake_cuda.clear()
+    assert series.kind == "steady" and 10_000 <= series.time()[0] < 15_000 and fake_cuda == []

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from bench.blocks import dense, shapes
-from bench.blocks.judge import allowed, worst
+from bench.blocks.judge import allowed, allowed_gradient, allowed_piece, worst, worst_whole
 from bench.blocks.peaks import data_sheet_tflops
-from bench.blocks.reference import inputs, layer_reference
-from bench.blocks.shapes import TINY, Layer, Tokens
+from bench.blocks.reference import inputs, layer_reference, sampled
+from bench.blocks.shapes import TINY, Layer, Size, Tokens
+from bench.blocks.twin import batches, train_twin
 from bench.blocks.weights import Part, draw_, share
 from bench.errors import BenchError
 from bench.models import MODELS, Model
@@ -216,8 +217,92 @@ def test_judge_sees_a_wrong_tile_and_an_unwritten_element() -> None:
     error, name = worst({"y": (rounded, want, None), "tile": (tile, want, None)})
     assert name == "tile"
     assert error == pytest.approx(0.1, abs=0.01) and error > limit
+    # Not a multiple of 128 columns: the last piece ends at the edge.
+    odd, odd_want = rounded[:, :704].clone(), want[:, :704]
+    odd[5, 640:] = 0
+    assert worst({"odd": (odd, odd_want, None)})[0] > 0.5
     rows = torch.tensor([3, 60])
     assert worst({"rows": (tile[:, :256], want[rows][:, :256], rows)})[0] < limit
     hole = rounded.clone()
     hole[1, 1] = float("nan")  # not in a row that is looked at
     assert worst({"hole": (hole, want[rows], rows)})[0] == float("inf")
+
+
+# More than 256 rows of every weight on each of two ranks: only some are looked at. 576 is not a multiple of 128.
+TALL = Model(hidden=640, ffn=1152, heads=40, kv_heads=40, head_dim=16, layers=1)
+
+
+def assert_every_tile_counts(
+    gradient: torch.Tensor, rows: torch.Tensor, values: torch.Tensor, limit: float
+) -> int:
+    """Zero every tile of 64 x 128 in turn; returns how many were not all zero anyway."""
+    assert worst({"": (gradient, values, rows)})[0] < 1e-3
+    seen = 0
+    for i in range(0, gradient.shape[0], 64):
+        for j in range(0, gradient.shape[-1], 128):
+            wrong = gradient.clone()
+            tile = wrong[i : i + 64, j : j + 128] if gradient.dim() == 2 else wrong[i : i + 64]
+            if tile.any():
+                tile.zero_()
+                assert worst({"": (wrong, values, rows)})[0] > limit, (i, j)
+                seen += 1
+    return seen
+
+
+def test_a_missing_tile_of_any_weight_gradient_of_a_layer_is_found() -> None:
+    layer, cpu = Layer("block", TALL, Tokens(2, 12)), torch.device("cpu")
+    module = dense.build(layer).double()
+    for name, parameter in module.named_parameters():
+        draw_(parameter.data, 7, name)
+    x, dy = inputs(layer, 7, torch.float64, cpu, 2)
+    module(x, *dense.rotary_of(TALL, 12, cpu)).backward(dy)
+    sampled_rows = 0
+    for rank in range(2):
+        found = layer_reference(layer, 7, torch.float64, cpu, rank, 2, which=2)
+        for name, parameter in module.named_parameters():
+            assert parameter.grad is not None
+            part = parameter.grad[share(name, parameter.shape, rank, 2)]
+            rows, values = found.weights[name]
+            assert assert_every_tile_counts(part, rows, values, allowed(torch.bfloat16, 8)) > 0
+            sampled_rows += len(rows) < part.shape[0]
+    assert sampled_rows == 2 * 7  # not the norms'
+
+
+def test_a_missing_tile_of_any_gradient_of_a_model_is_found() -> None:
+    size, cpu = Size(TALL, 1024, Tokens(2, 12)), torch.device("cpu")
+    data = batches(size, 1, 7, cpu)
+    model = dense.LanguageModel(size)
+    for name, parameter in model.named_parameters():
+        draw_(parameter.data, 7, name)
+    ((tokens, targets),) = data
+    torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.t().flatten()).backward()
+    for rank in range(2):
+        twin = train_twin(size, data, 7, torch.float32, cpu, rank, 2)
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None
+            part = parameter.grad[share(name, parameter.shape, rank, 2)]
+            rows, values = twin.gradients[name]
+            limit = allowed_piece(torch.bfloat16, 8, 16)
+            tiles = assert_every_tile_counts(part, rows, values, limit)
+            assert tiles > 0
+            assert len(rows) < part.shape[0] or part.dim() == 1
+
+
+def test_sampled_rows_differ_by_seed_and_meet_every_64() -> None:
+    cpu = torch.device("cpu")
+    name = "mlp.up_proj.weight"
+    first, second = (sampled(name, 1000, seed, cpu) for seed in ("0 0 0", "0 1 0"))
+    assert first.tolist() != second.tolist()
+    assert (first // 64).tolist() == list(range(16))
+    assert torch.equal(first, sampled(name, 1000, "0 0 0", cpu))
+    assert sampled(name, 64, "0", cpu).tolist() == list(range(64))
+    assert sampled("attention_norm.weight", 1000, "0", cpu).tolist() == list(range(1000))
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_a_sum_without_one_rank_exceeds_what_a_deep_model_may_err(world: int) -> None:
+    parts = torch.randn(world, 128, 512, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    error, _ = worst_whole({"": (parts[1:].sum(0), parts.sum(0), None)})
+    assert error == pytest.approx(world**-0.5, rel=0.05)
+    assert allowed_gradient(torch.bfloat16, world, 16) < min(0.101, error / 3)
+    assert allowed_piece(torch.bfloat16, world, 16) < 0.354

@@ -19,6 +19,7 @@ RECORDED = Path(__file__).parents[1] / "data"
 
 NCCL = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 GEMM = "nvjet_tst_128x256_64x4_2x1_v_bz_coopA_NNT"
+PAUSE = "at::cuda::<unnamed>::spin_kernel(long)"
 ADD = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>"
 
 # nsys.
@@ -63,8 +64,11 @@ THREAD, OTHER_THREAD = PROCESS | 4242, PROCESS | 4300
 OTHER_PROCESS = (7 << 56) | (5555 << 24)
 
 
-def export(path: Path, schema: str = SCHEMA, *, text_ids: bool = True) -> Path:
-    """One step, from 1 ms on: a gather, a product that begins before it ends, two copies."""
+def export(path: Path, schema: str = SCHEMA, *, text_ids: bool = True, pause: bool = False) -> Path:
+    """One step, from 1 ms on: a gather, a product that begins before it ends, two copies.
+
+    With ``pause`` behind one that ends 48 us after the host began with the step, which has its own at the end.
+    """
     at, us = 1_000_000, 1000
     with closing(sqlite3.connect(path)) as database:
         database.executescript(schema)
@@ -123,6 +127,17 @@ def export(path: Path, schema: str = SCHEMA, *, text_ids: bool = True) -> Path:
         insert("CUPTI_ACTIVITY_KIND_MEMCPY", bytes=1 << 20, copyKind=10, **times)
         times.update(start=at + 210 * us, end=at + 220 * us)
         insert("CUPTI_ACTIVITY_KIND_MEMCPY", bytes=1 << 20, copyKind=8, srcDeviceId=0, dstDeviceId=0, **times)
+        if pause:
+            nvtx("warm-up", -300, -250)
+            for begun, name, begin, end, correlation in (
+                (-290, GEMM, -280, -200, 90),  # of the warm-up
+                (-100, PAUSE, -90, 30, 91),
+                (-90, NCCL, 31, 41, 92),
+                (-80, PAUSE, 42, 48, 93),
+                (40, PAUSE, 230, 240, 94),
+            ):
+                launch(begun, correlation)
+                kernel(name, begin, end, 7, correlation)
         database.commit()
     return path
 
@@ -150,6 +165,22 @@ def test_nsys_export_of_an_older_version(tmp_path):
         "gather nccl": 100,
         "product cublas": 80,
     }
+
+
+@pytest.mark.parametrize("schema,text_ids", [(SCHEMA, True), (OLD_SCHEMA, False)])
+def test_nsys_counts_from_the_end_of_the_pause(tmp_path, schema, text_ids):
+    plain, paused = (
+        nsys_sqlite.read(export(tmp_path / f"{pause}.sqlite", schema, text_ids=text_ids, pause=pause), 0)
+        for pause in (False, True)
+    )
+    assert plain.begin is None and paused.begin == 1048
+    (a,), (b,) = (summary.build([p], "", tool="nsys")["ranks"] for p in (plain, paused))
+    for name in ("communication_us", "compute_us", "exposed_us"):
+        assert a[name] == b[name], name
+    begins = {e["name"]: e["start_us"] for s in b["streams"] for e in s["events"]}
+    assert (begins[NCCL], begins[GEMM], begins[PAUSE]) == (2, 52, 182)
+    found = {r.name: r.gpu_us for r in paused.ranges}
+    assert found == {"step 0": 140, "gather nccl": 100, "product cublas": 90}
 
 
 def test_nsys_export_that_is_none(tmp_path):
@@ -305,7 +336,10 @@ def test_ncu_csv():
 
 def test_recorded_ncu_table():
     """Columns and units as Nsight Compute 2025.3 writes them, of the portable kernel at 4096^3 on an H100."""
-    (kernel,) = ncu.parse((RECORDED / "ncu_2025.3_h100.csv").read_text())
+    text = (RECORDED / "ncu_2025.3_h100.csv").read_bytes().decode()
+    assert "\r" not in text  # git would warn
+    (kernel,) = ncu.parse(text)
+    assert ncu.parse(text.replace("\n", "\r\n")) == [kernel]  # as ncu writes it
     assert kernel["kernel"].startswith("void streamk_gemm_kernel") and kernel["grid"] == "(264, 1, 1)"
     assert kernel["duration_us"] == pytest.approx(352.576) and kernel["registers"] == 242
     assert kernel["tensor_pct"] == pytest.approx(64.27) and kernel["l2_hit_pct"] == pytest.approx(83.94)

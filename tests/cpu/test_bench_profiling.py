@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from bench.errors import BenchError
-from bench.profiling import KINDS, bracket, classify, finish, intervals, kineto, profile, summary
+from bench.profiling import KINDS, bracket, capture, classify, finish, intervals, kineto, profile, summary
 from bench.profiling.ranges import Launch, Range, totals
 from bench.profiling.summary import Event, RankProfile
 
 NCCL = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 GEMM = "nvjet_tst_128x256_64x4_2x1_v_bz_coopA_NNT"
+PAUSE = "at::cuda::(anonymous namespace)::spin_kernel(long)"
 ADD = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>"
 
 
@@ -79,6 +80,13 @@ def test_kernels(name, expected):
     assert classify.kernel(name) == expected
 
 
+def test_pauses():
+    assert classify.is_pause(PAUSE) and classify.is_pause("spin_kernel")
+    assert classify.is_pause("at::cuda::<unnamed>::spin_kernel(long)")
+    assert not classify.is_pause("respin_kernel<4>") and not classify.is_pause(GEMM)
+    assert classify.kernel(PAUSE) == "other"
+
+
 def test_copies():
     assert classify.memcpy("Memcpy DtoD (Device -> Device)") == "copy"
     assert classify.memcpy("Memcpy PtoP (Device -> Device)") == "communication"
@@ -122,6 +130,39 @@ def test_summary_has_the_overlap_and_only_the_first_steps():
     assert second["streams"][0]["events"][0]["start_us"] == 10
     text = summary.tables(found, profiles)
     assert "25.0" in text and "150" not in text.splitlines()[4]  # per step
+
+
+def communicating(*times: float) -> list[RankProfile]:
+    """One rank for each time of a step; two steps."""
+    return [
+        RankProfile(rank, [Event("ag", 0, 2 * us, "communication", "stream 20")], steps=2)
+        for rank, us in enumerate(times)
+    ]
+
+
+def test_a_late_rank_is_told():
+    profiles = communicating(597.5, 86.2, 400)
+    found = summary.build(profiles, "AG", tool="nsys")
+    assert "597.5 us a step on rank 0 and 86.2 us on rank 1, which seems late" in found["warning"]
+    assert found["warning"] in summary.tables(found, profiles).splitlines()
+
+
+@pytest.mark.parametrize(
+    "times,late",
+    [((100, 119), False), ((121, 100), True), ((0, 5), True), ((0, 0), False), ((7,), False), ((), False)],
+)
+def test_when_a_rank_is_late(times, late):
+    profiles = communicating(*times)
+    found = summary.build(profiles, "", tool="nsys")
+    assert bool(found["warning"]) == late
+    assert ("warning" in summary.tables(found, profiles)) == late
+
+
+def test_the_time_axis_begins_where_the_first_rank_begins():
+    events = [Event("mm", 100, 110, "compute", "stream 7")]
+    ranks = [RankProfile(0, events, begin=97.0), RankProfile(1, events, begin=99.0, clock_ns=1000)]
+    found = summary.build(ranks, "", tool="nsys")["ranks"]
+    assert [r["streams"][0]["events"][0]["start_us"] for r in found] == [3, 4]
 
 
 def test_summary_of_many_events_stays_small():
@@ -225,6 +266,54 @@ def test_kineto_summary():
     assert found == {"step 0": 180 - 50, "gather nccl": 100, "product cublas": 80}
 
 
+def paused_trace(pid: int, base: int) -> dict[str, Any]:
+    """The same behind a pause, which ends after the host has begun with the step."""
+    trace, at = gpu_trace(pid, base), 1000.0
+
+    def launched(name: str, when: float, begin: float, end: float, stream: int, number: int) -> None:
+        trace["traceEvents"] += [
+            span("cudaLaunchKernel", "cuda_runtime", at + when, 1, pid, pid, correlation=number),
+            span(
+                name,
+                "kernel",
+                at + begin,
+                end - begin,
+                0,
+                stream,
+                stream=stream,
+                device=0,
+                correlation=number,
+            ),
+        ]
+
+    trace["traceEvents"].append(span("warm-up", "user_annotation", at - 300, 50, pid, pid))
+    launched(GEMM, -290, -280, -200, 7, 90)  # of the warm-up
+    launched(PAUSE, -100, -90, 30, 7, 91)
+    launched(NCCL, -90, 31, 41, 7, 92)
+    launched(PAUSE, -80, 42, 48, 7, 93)
+    launched(ADD, 2, 49, 50, 7, 94)
+    launched(PAUSE, 40, 220, 230, 7, 95)  # a step's own
+    return trace
+
+
+def test_kineto_counts_from_the_end_of_the_pause():
+    plain, paused = (
+        kineto.summarise({0: make(111, 10**18)})["ranks"][0] for make in (gpu_trace, paused_trace)
+    )
+    for name in ("communication_us", "exposed_us"):
+        assert paused[name] == plain[name]
+    assert paused["compute_us"] == plain["compute_us"] + 1
+    events = [(e["name"], e["start_us"]) for s in paused["streams"] for e in s["events"]]
+    assert sorted(events, key=lambda e: e[1])[:3] == [(ADD, 1), (NCCL, 2), (GEMM, 52)]
+    assert (PAUSE, 172) in events and len(events) == 6
+    found = kineto.profile_of(paused_trace(111, 0), 0)
+    assert found.begin == 1048 and kineto.profile_of(gpu_trace(111, 0), 0).begin is None
+    gpu = {r.name: r.gpu_us for r in found.ranges}
+    assert gpu == {"step 0": 131 + 10, "gather nccl": 101, "product cublas": 90}
+    sums = kineto.summarise({0: paused_trace(1, 10**18), 1: paused_trace(2, 10**18 + 5_000_000)})["ranks"]
+    assert min(e["start_us"] for s in sums[1]["streams"] for e in s["events"]) == 5001
+
+
 def test_kineto_merge_puts_ranks_beside_each_other_on_one_clock():
     merged = kineto.merge({1: gpu_trace(222, 10**18 + 5_000_000), 0: gpu_trace(111, 10**18)})
     assert merged["baseTimeNanoseconds"] == 10**18
@@ -294,3 +383,90 @@ def test_profile_on_one_process(tmp_path):
     with pytest.raises(BenchError, match="kineto, nsys, ncu"):
         profile("vtune", run, out=tmp_path, rank=0)  # type: ignore[arg-type]
     assert KINDS == ("kineto", "nsys", "ncu")
+
+
+# The pause.
+
+
+class FakeGroup:
+    """Two ranks with CUDA, of which this is one; what it calls is in ``calls``."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, world: int, slowest: int) -> None:
+        import torch
+        import torch.distributed as dist
+
+        self.calls: list[Any] = []
+        tensor = torch.tensor
+
+        def all_reduce(x: torch.Tensor, op: Any, group: Any) -> None:
+            assert op == dist.ReduceOp.MAX and group == "group"
+            x.fill_(max(int(x), slowest))
+            self.calls.append("all_reduce")
+
+        monkeypatch.setattr(torch, "tensor", lambda values, device: tensor(values))
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+        monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: self.calls.append(("sleep", cycles)))
+        monkeypatch.setattr(torch.cuda.profiler, "start", lambda: self.calls.append("start"))
+        monkeypatch.setattr(torch.cuda.profiler, "stop", lambda: self.calls.append("stop"))
+        monkeypatch.setattr(dist, "is_initialized", lambda: True)
+        monkeypatch.setattr(dist, "get_world_size", lambda group: world)
+        monkeypatch.setattr(dist, "all_reduce", all_reduce)
+        monkeypatch.setattr(dist, "barrier", lambda group: self.calls.append("barrier"))
+
+    def run(self) -> None:
+        self.calls.append("run")
+
+
+def test_steps_are_enqueued_behind_a_pause(monkeypatch):
+    fake = FakeGroup(monkeypatch, world=2, slowest=70_000_000)
+    profile("nsys", fake.run, steps=2, out=None, rank=0, group="group")  # type: ignore[arg-type]
+    at = fake.calls.index("start")
+    assert fake.calls[:at] == ["run", "barrier"]
+    assert fake.calls[at:] == [
+        "start",
+        "barrier",
+        "run",  # to see how long the host needs
+        "all_reduce",  # for the slowest rank
+        "barrier",
+        ("sleep", 70_000_000),
+        "all_reduce",
+        ("sleep", capture._MARK_CYCLES),
+        "run",
+        "run",
+        "stop",
+    ]
+    fake.calls.clear()
+    profile("ncu", fake.run, steps=2, out=None, rank=0, group="group")  # type: ignore[arg-type]
+    assert fake.calls == ["run", "barrier", "start", "barrier", "run", "run", "stop"]
+
+
+def test_a_rank_alone_pauses_too(monkeypatch):
+    fake = FakeGroup(monkeypatch, world=1, slowest=0)
+    times = iter([1.0, 1.004])
+    monkeypatch.setattr(capture.time, "perf_counter", lambda: next(times))
+    capture.hold(fake.run, 5)
+    assert fake.calls[0] == "run" and len(fake.calls) == 2
+    ((_, cycles),) = fake.calls[1:]
+    assert cycles == pytest.approx(1.5 * 5 * 4000 * 2000 + 1e6, rel=1e-6)
+
+
+def test_length_of_the_pause():
+    assert capture.pause_cycles(0, 3) > 0
+    assert capture.pause_cycles(2000, 4) - capture.pause_cycles(1000, 4) == 1.5 * 4 * 1000 * 2000
+    assert capture.pause_cycles(1e9, 4) == 50_000 * 2000  # 50 ms
+
+
+def test_without_a_gpu_there_is_no_pause():
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    capture.hold(lambda: pytest.fail("no step is needed"), 3)
+
+
+def test_kineto_pauses_right_before_the_steps(tmp_path, monkeypatch):
+    calls: list[Any] = []
+    monkeypatch.setattr(kineto, "hold", lambda run, steps, group: calls.append(("hold", steps)))
+    kineto.record(lambda: calls.append("run"), 2, tmp_path, 0)
+    assert calls == ["run", "run", ("hold", 2), "run", "run"]

@@ -128,6 +128,18 @@ def test_latest_keeps_the_last_of_each_measurement(tmp_path: Path) -> None:
     ]
 
 
+def test_latest_keeps_every_card(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    for run, gpu, us in (("run1", "H100", 1.0), ("run2", "H200", 2.0), ("run3", "H100", 3.0)):
+        records.append(path, Header(run, "gemm", "", env={"gpu": gpu, "cpu": "some"}))
+        records.append(path, make_row(us=us, run=run))
+    records.append(path, Header("run4", "gemm", "", env={"gpu": "", "cpu": "some"}))
+    records.append(path, make_row(us=4.0, run="run4"))
+    results = records.load(path)
+    found = {results.card_of(r.run): r.us.min for r in results.latest() if r.us}
+    assert found == {"H100": 3.0, "H200": 2.0, "some": 4.0} and len(results.latest()) == 3
+
+
 def test_statistics_of_samples() -> None:
     stats = Stats.of([10.0 * i for i in range(11)])
     assert (stats.p20, stats.p50, stats.p80, stats.min, stats.n) == (20.0, 50.0, 80.0, 0.0, 11)

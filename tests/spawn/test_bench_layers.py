@@ -6,7 +6,8 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from bench.blocks import manual, shapes
 from bench.blocks.variants import COMPILED
 from bench.context import Context
 from bench.models import Model
@@ -162,6 +164,89 @@ def test_a_wrong_weight_or_gradient_is_found(two_ranks: RankPool, suite: Suite) 
         assert max(two_ranks.run(tamper_weight, suite, variant)) > 1.5, variant
         assert min(two_ranks.run(tamper_gradients, suite, variant, "twice")) > 1.5, variant
     assert min(two_ranks.run(tamper_gradients, suite, "gloo+blas", "no sums")) > 1.5
+
+
+def leftovers(ctx: RankContext, part: str, lag: int) -> list[float]:
+    """Collectives that move nothing: a caller gets what the same one gave ``lag`` calls before."""
+    calls = workload_of(ctx, LAYER, ops=(part,)).prepare("gloo+blas").launch.__self__  # type: ignore[attr-defined]
+    results: list[list[torch.Tensor]] = []
+
+    def old(collective: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            out = collective(*args, **kwargs)
+            tensor = out if isinstance(out, torch.Tensor) else out.wait()
+            results[-1].append(tensor.clone())
+            if len(results) > lag:
+                tensor.copy_(results[-1 - lag][len(results[-1]) - 1])
+            return out
+
+        return run
+
+    def launch(i: int) -> None:
+        results.append([])
+        calls.launch(i)
+
+    names = ("gather", "reduce_scatter", "all_reduce")
+    real = {name: getattr(manual._Comm, name) for name in names}
+    try:
+        for name in names:
+            setattr(manual._Comm, name, old(real[name]))
+        launch(0)  # as while preparing
+        runnable = runnable_of(calls)
+        runnable.launch = launch
+        return [run_all(runnable), run_all(runnable, times=2)]  # at once, and as in a graph
+    finally:
+        for name in names:
+            setattr(manual._Comm, name, real[name])
+
+
+@pytest.mark.parametrize("lag", [1, 2])
+def test_what_an_earlier_call_left_is_found(two_ranks: RankPool, lag: int) -> None:
+    for part in ("mlp", "block"):
+        for ratios in two_ranks.run(leftovers, part, lag):
+            assert min(ratios) > 100, (part, ratios)
+
+
+def test_inputs_differ_and_every_set_is_judged(two_ranks: RankPool) -> None:
+    for found in two_ranks.run(one_set_wrong):
+        assert len(found) >= 3
+        assert min(found) > 1.5
+
+
+def one_set_wrong(ctx: RankContext) -> list[float]:
+    workload = workload_of(ctx, LAYER, ops=("mlp",))
+    calls = workload.prepare("ours").launch.__self__  # type: ignore[attr-defined]
+    sets = workload.sets  # type: ignore[attr-defined]
+    for i, (x, dy) in enumerate(sets):
+        others = [s for j, s in enumerate(sets) if j != i]
+        assert all((x - s[0]).abs().mean() > 0.5 and (dy - s[1]).abs().mean() > 0.5 for s in others)
+    ratios = []
+    for i in range(len(sets)):
+        assert run_all(runnable_of(calls)) < 1
+        calls.results[i][0][-1] *= 1.1
+        check = calls.check()
+        ratios.append(check.error / check.tolerance)
+    return ratios
+
+
+def omit_last_rank(ctx: RankContext) -> dict[str, float]:
+    """Training whose sums over the ranks' tokens (norms) lack those of the last rank; and the same as it should be."""
+    shapes.SIZES["deep"] = replace(shapes.SIZES["tiny"], model=replace(shapes.TINY, layers=8))
+    workload = workload_of(ctx, TRAIN, models=("deep",), dtypes=("bfloat16",))
+    calls = workload.prepare("gloo+blas").launch.__self__  # type: ignore[attr-defined]
+    right = run_all(runnable_of(calls))
+    complete = calls.implementation.complete
+    calls.implementation.complete = lambda gradients: complete(
+        [g * (g.dim() > 1 or ctx.rank < ctx.world - 1) for g in gradients]
+    )
+    return {"right": right, "omitted": run_all(runnable_of(calls))}
+
+
+def test_a_sum_without_one_of_four_ranks_is_found() -> None:
+    with RankPool(4, "gloo", timeout=120.0) as pool:
+        for found in pool.run(omit_last_rank, timeout=200):
+            assert found["omitted"] > 2, found
+            assert found["right"] < 0.8, found
 
 
 def speeds(ctx: RankContext) -> tuple[dict[str, float], dict[str, float]]:

@@ -45,7 +45,7 @@ def check_variants(ctx, op, dtype):
             assert check.tolerance < 0.02
             ran.add(variant.name)
         workload.close()
-    assert ran == {"gloo+blas", "ours:gloo+blas", "ours:gloo+streamk", "comm", "gemm"}
+    assert ran == {"gloo+blas", "ours", "ours:gloo+blas", "ours:gloo+streamk", "comm", "gemm"}
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -63,7 +63,7 @@ def check_poison(ctx, op):
     """Outputs that are not written fail, also where only some of the buffer sets are not."""
     context, _, cases = make(ctx, op)
     workload = SUITE.workload(cases[0], context)
-    for variant in ("gloo+blas", "ours:gloo+blas", "comm", "gemm"):
+    for variant in ("gloo+blas", "ours", "ours:gloo+blas", "comm", "gemm"):
         runnable = workload.prepare(variant)
         run_all(runnable)
         assert runnable.check().ok

@@ -195,6 +195,51 @@ def test_ranks_started_by_torchrun(tmp_path: Path) -> None:
     assert said.count("rows in") == 1
     assert "alone isolated: runs in processes of its own" in said
     assert [f.complete for f in results.footers] == [True]
+    # What is left is isolated: not for these processes.
+    variants = "base,fine,uneven,alone isolated"
+    said = finish(torchrun("fake", "--device", "cpu", "--out", str(path), "--resume", FAKE_VARIANTS=variants))
+    assert said.count("alone isolated: runs in processes of its own") == 1
+    assert records.load(path) == results
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_crash_under_torchrun_is_left_out_on_resume(rank: str, tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    arguments = ("fake", "--device", "cpu", "--set", "small", "--out", str(path))
+    variables = {"FAKE_VARIANTS": "base,exits,fine", "FAKE_TROUBLE_RANK": rank}
+    finish(torchrun(*arguments, **variables), expect=1)
+    finish(torchrun(*arguments, "--resume", **variables))
+    results = records.load(path)
+    assert statuses(results, "exits") == [("small", "crashed")]
+    assert statuses(results, "base") == statuses(results, "fine") == [("small", "ok")]
+    (crashed,) = [row for row in results.rows if row.variant == "exits"]
+    assert crashed.run == results.headers[0].run
+    assert "the run ended while this was measured (check)" in crashed.reason or "RanksLost" in crashed.reason
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_rank_that_raises_under_torchrun_says_why(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    arguments = ("fake", "--device", "cpu", "--set", "small", "--out", str(path), "--time-limit", "20")
+    variables = {"FAKE_VARIANTS": "base,waits,fine", "FAKE_TROUBLE_RANK": "1"}
+    finish(torchrun(*arguments, **variables), expect=1)
+    (row,) = records.load(path).rows
+    assert (row.variant, row.status) == ("waits", "error")
+    assert row.reason == "rank 1: ValueError: gone before the collective; the other ranks waited for it"
+    finish(torchrun(*arguments, "--resume", **variables))
+    assert statuses(records.load(path), "fine") == [("small", "ok")]
+
+
+def test_an_interrupted_torchrun_blames_no_variant(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    process = torchrun("fake", "--device", "cpu", "--out", str(path), FAKE_VARIANTS="slow", FAKE_SLOW="0.5")
+    side = tmp_path / "r.jsonl.in-progress"
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not (side.exists() and "check" in side.read_text()):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert not side.exists() and records.load(path).rows == []
 
 
 def test_a_hang_under_torchrun_is_ended_by_the_watchdog_and_left_out_on_resume(tmp_path: Path) -> None:
