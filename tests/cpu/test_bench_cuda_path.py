@@ -121,6 +121,27 @@ def test_replays_are_checked_too(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (rows["base"].status, rows["base"].error) == ("failed", math.inf)
 
 
+def test_graphs_that_keep_outputs_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch that returns new memory knows the outputs of the last capture only: of the baseline's second series."""
+    kept: dict[str, torch.Tensor] = {}
+
+    def launch(i: int) -> None:
+        kept["out"] = torch.ones(4)
+
+    def record_memory(graph: FakeGraph, run: Callable[[], object]) -> None:
+        run()
+        out = kept["out"]
+        graph.replay = lambda: out.fill_(1.0)
+
+    def check() -> Check:
+        return Check(0.0 if bool((kept["out"] == 1).all()) else math.inf, 0.0)
+
+    runnable = Runnable(launch, 1, check, lambda: kept["out"].fill_(math.nan) if kept else None)
+    monkeypatch.setattr(FakeWorkload, "prepare", lambda self, variant: runnable)
+    monkeypatch.setattr(measure, "_record", record_memory)
+    assert run("base")["base"].status == "ok"
+
+
 def test_what_cannot_be_captured_is_enqueued_call_by_call(monkeypatch: pytest.MonkeyPatch) -> None:
     repaired: list[str] = []
 

@@ -23,7 +23,13 @@ def start(*arguments: str, launcher: tuple[str, ...] = (), **variables: str) -> 
     env |= {"TPK_BENCH_SUITES": "fake=bench_fake_suite", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
     command = [sys.executable, *launcher, "-m", "bench", *arguments]
     return subprocess.Popen(
-        command, env={**env, **variables}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        env={**env, **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell's background jobs ignore it, and what they start inherits that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
