@@ -54,7 +54,8 @@ def compile_ptx(arch: str) -> str:
         pytest.skip(f"NVRTC cannot be loaded: {error}")
     options = [f"--gpu-architecture={arch}", "--std=c++17", *(f"-I{f}" for f in kernels.include_folders())]
     (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options])
-    log = b" " * ok(nvrtc.nvrtcGetProgramLogSize(program))
+    # Written in place: two bytes at least, as Python shares all objects of one byte.
+    log = b" " * max(2, ok(nvrtc.nvrtcGetProgramLogSize(program)))
     ok(nvrtc.nvrtcGetProgramLog(program, log))
     assert status == 0, log.decode()
     ptx = b" " * ok(nvrtc.nvrtcGetPTXSize(program))
