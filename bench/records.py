@@ -229,14 +229,23 @@ def encode(record: Header | Row | Footer) -> dict[str, Any]:
 
 
 def append(path: Path, record: Header | Row | Footer) -> None:
-    """Append one line, flushed to the disk; a last line that was cut off is removed first."""
+    """Append one line, flushed to the disk; a last line that was cut off is removed first.
+
+    Raises:
+        BenchError: the file cannot be written.
+    """
     line = json.dumps(encode(record), allow_nan=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab+") as file:
-        _drop_partial_line(file)
-        file.write(line.encode() + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab+") as file:
+            _drop_partial_line(file)
+            file.write(line.encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise BenchError(
+            f"{path}: cannot be written ({error.strerror}); name another file with --out."
+        ) from None
 
 
 def load(*paths: Path) -> Results:

@@ -31,7 +31,8 @@ def under_torchrun() -> bool:
 
 def run(given: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Do what the options say; returns the exit code."""
-    device = given.device or ("cuda" if environment.gpu_count() else "cpu")
+    # GPUs that were asked for are not replaced by CPU ranks in silence.
+    device = given.device or ("cuda" if environment.gpu_count() or given.gpus else "cpu")
     loaded = [suites.load(name) for name in given.suites]
     worlds = {suite.name: _worlds(suite, device, given.gpus, only_list=given.list) for suite in loaded}
     if given.gpus and not any(suite.distributed for suite in loaded) and given.gpus != (1,):
@@ -189,7 +190,7 @@ def _worlds(suite: Suite, device: str, gpus: Sequence[int], *, only_list: bool =
     wanted = (launched,) if launched else gpus or (there or _CPU_RANKS,)
     for world in wanted:
         if device == "cuda" and world > max(there, launched) and not only_list:
-            mend = f"use --gpus {there}" if there else "use --device cpu"
+            mend = f"use --gpus {there}" if there else "use --device cpu for ranks on the CPU"
             raise BenchError(f"gpus: {world} asked for, {there} found (nvidia-smi -L lists them); {mend}.")
         if world < suite.smallest_world:
             raise BenchError(

@@ -52,6 +52,7 @@ def fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["fake", "--device", "cpu", "--set", "smal"], "set: 'smal'.*Did you mean 'small'"),
         (["fake", "--device", "cpu", "--dtype", "int8"], "dtype: expected float64, got int8"),
         (["fake", "--device", "cpu", "--case", "smalll"], "none of 3 cases.*The nearest is 'small'"),
+        (["fake", "--gpus", "64"], r"gpus: 64 asked for, \d+ found"),
         (["fake", "--device", "cuda", "--gpus", "64"], r"gpus: 64 asked for, \d+ found.*use --"),
         (["gemm", "--device", "cpu", "--gpus", "2"], "gemm runs on one GPU; leave --gpus out"),
         (["overlap", "--device", "cpu", "--gpus", "1"], "overlap: needs 2 or more ranks, got 1"),

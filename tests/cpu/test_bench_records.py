@@ -169,3 +169,9 @@ def test_an_unknown_name_is_told_the_nearest() -> None:
         BenchError, match=r"suite: 'gem' is not known; expected one of link, gemm\. Did you mean 'gemm'\?"
     ):
         check_known("suite", "gem", ["link", "gemm"])
+
+
+def test_a_file_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BenchError, match=r"r\.jsonl: cannot be written \([\w ]+\); name another file"):
+        records.append(tmp_path / "file" / "r.jsonl", Header("a", "gemm", "now"))
