@@ -4,7 +4,7 @@
 #   VENV=.venv               its folder; VENV=none uses $(PYTHON) and the torch in it
 #   TORCH="torch>=2.11"      what pip installs as torch, options of pip included
 #   ARGS="..."               options for the demo or for pytest
-#   MAX_JOBS, TPK_WITH_CUDA, TPK_CUDA_ARCHS, CUDA_HOME, CXX: see setup.py
+#   MAX_JOBS, TPK_WITH_CUDA, TPK_WITH_SM90A, TPK_CUDA_ARCHS, CUDA_HOME, CXX: see setup.py
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -21,7 +21,7 @@ endif
 
 BUILT := tpkernels/_build_info.json
 # The folders are in it too: a deleted source changes nothing else.
-CODE  := $(shell find csrc 2>/dev/null) setup.py tpkernels/_version.py
+CODE  := $(shell find csrc 2>/dev/null) setup.py .ci/build_decisions.py tpkernels/_version.py
 CLANG_FORMAT = $(PY) -c 'from clang_format import clang_format as f; f()'
 CXX_FILES = $(shell find csrc cmake tests bench -type f \( -name '*.hpp' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' \))
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMAND = re.compile(r"^\[(\d+/\d+)\] .*? -c (?:-c )?(\S+)")
+EXTENSION = re.compile(r"building '(?:\w+\.)*(\w+)' extension")
 # Left to the log: commands, distutils' chatter, the report of ptxas, torch's remark that there is no GPU.
 QUIET = re.compile(
     r"(\S*/)?(g\+\+|c\+\+|gcc|clang|nvcc) |copying |running |building |creating |warning: |ptxas info |"
@@ -29,9 +30,16 @@ def shorten(line: str) -> str | None:
     return None if QUIET.match(line) else line.rstrip("\n")
 
 
+def shares(began: list[tuple[str, float]], end: float) -> str:
+    """What each extension took, from when each began, in seconds: "_C 60 s, _C_sm80 90 s"."""
+    ends = [start for _, start in began[1:]] + [end]
+    return ", ".join(f"{name} {stop - start:.0f} s" for (name, start), stop in zip(began, ends, strict=True))
+
+
 def main() -> int:
     """Runs the build and returns its exit status."""
     start = time.time()
+    began: list[tuple[str, float]] = []
     log = ROOT / "build" / "build.log"
     log.parent.mkdir(exist_ok=True)
     print(f"building the extensions (log: {log.relative_to(ROOT)})", flush=True)
@@ -43,11 +51,20 @@ def main() -> int:
         assert process.stdout is not None
         for line in process.stdout:
             file.write(line)
+            if match := EXTENSION.match(line):
+                began.append((match[1], time.time()))
             shown = shorten(line)
-            if shown is not None:
-                print(shown, flush=True)
+            if shown is not None:  # a command is shown when it has ended
+                print(
+                    shown,
+                    f" ({time.time() - start:.0f} s)" if COMMAND.match(line) else "",
+                    sep="",
+                    flush=True,
+                )
     status = process.wait()
-    print(f"build {'done' if status == 0 else 'FAILED'} in {time.time() - start:.0f} s", flush=True)
+    end = time.time()
+    took = f": {shares(began, end)}" if began else ""
+    print(f"build {'done' if status == 0 else 'FAILED'} in {end - start:.0f} s{took}", flush=True)
     return status
 
 

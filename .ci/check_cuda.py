@@ -1,21 +1,24 @@
-"""Reads what ptxas reported in a build's log and the machine code of the library.
+"""Reads what ptxas reported in a build's log and the machine code of the libraries.
 
-    python .ci/check_cuda.py build/build.log tpkernels/_C_sm80.abi3.so
+    python .ci/check_cuda.py build/build.log tpkernels/_C_sm*.so
     python .ci/check_cuda.py --complete build/build.log csrc/kernels/sm80/*.cu    only: does the log report on all?
 
 Fails on register spills, on ptxas warnings about lost performance (C7504 to C7515) and, where cuobjdump can be
-found, on kernels of matrix products without tensor-core instructions (HMMA).
+found, on kernels of matrix products without tensor-core instructions (HMMA; in _C_sm90a HGMMA, which is wgmma) and
+on Hopper kernels that use local memory in their main loop.
 """
 
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 LOST_PERFORMANCE = re.compile(r"\(C75(?:0[4-9]|1[0-5])\)")
-
+LOCAL_MEMORY = re.compile(r"\b(?:LDL|STL)\b")
+BRANCH = re.compile(r"\bBRA\b.* 0x([0-9a-f]+) ;")
 
 COMMAND = re.compile(r"^\[\d+/\d+\] .*? -c (?:-c )?(\S+)")  # of ninja; what the compiler said comes after it
 
@@ -76,23 +79,74 @@ def find_cuobjdump() -> str | None:
     return shutil.which("cuobjdump") or next((str(p) for p in places if p.exists()), None)
 
 
-def tensor_core_counts(cuobjdump: str, library: str) -> dict[str, int]:
-    """HMMA and HGMMA instructions in each kernel of a library, by "name (sm_80)"."""
-    counts: dict[str, int] = {}
-    arch = kernel = ""
+class MachineCode(NamedTuple):
+    """What a kernel's machine code for one architecture has of interest."""
+
+    tensor_core: int  # its tensor-core instructions
+    local_memory: int  # loads and stores of local memory in its main loop
+
+
+def needed_instruction(library: str) -> str:
+    """The tensor-core instruction that every matrix product in this library must have."""
+    return "HGMMA" if "sm90a" in Path(library).name else "HMMA"
+
+
+def inspect(tensor_core: list[int], local_memory: list[int], loops: list[tuple[int, int]]) -> MachineCode:
+    """Judges a kernel by the addresses of its instructions; a loop is (target, address) of a branch backwards.
+
+    The main loop is all from the first to the last tensor-core instruction, and the smallest loop that has one.
+    """
+    around = [(s, e) for s, e in loops if any(s <= t <= e for t in tensor_core)]
+    spans = [(min(tensor_core), max(tensor_core))] if tensor_core else []
+    spans += sorted(around, key=lambda loop: loop[1] - loop[0])[:1]
+    return MachineCode(len(tensor_core), sum(any(s <= x <= e for s, e in spans) for x in local_memory))
+
+
+def read_machine_code(lines: Iterable[str], instruction: str) -> dict[str, MachineCode]:
+    """The kernels in the output of `cuobjdump -sass`, by "name (sm_80)"."""
+    tensor_core = re.compile(rf"\b{instruction}\b")
+    found: dict[str, tuple[list[int], list[int], list[tuple[int, int]]]] = {}
+    arch, kernel = "", ([], [], [])
+    for line in lines:
+        if match := re.match(r"\s*/\*([0-9a-f]{4,})\*/\s+(\S.*)", line):
+            address, code = int(match[1], 16), match[2]
+            if tensor_core.search(code):
+                kernel[0].append(address)
+            elif LOCAL_MEMORY.search(code):
+                kernel[1].append(address)
+            elif (branch := BRANCH.search(code)) and int(branch[1], 16) < address:
+                kernel[2].append((int(branch[1], 16), address))
+        elif match := re.search(r"Function : (\S+)", line):
+            kernel = found.setdefault(f"{match[1]} ({arch})", ([], [], []))
+        elif match := re.match(r"arch = (sm_\w+)", line):
+            arch = match[1]
+    return {name: inspect(*lists) for name, lists in found.items()}
+
+
+def machine_code_problems(library: str, kernels: dict[str, MachineCode]) -> list[str]:
+    """What is wrong in a library's machine code, one sentence each."""
+    products = {name: code for name, code in kernels.items() if "gemm" in name.lower()}
+    if not products:
+        return [f"{library} has no kernel with 'gemm' in its name"]
+    instruction = needed_instruction(library)
+    found = [f"{n} has no {instruction} instruction" for n, code in products.items() if not code.tensor_core]
+    if instruction == "HGMMA":
+        found += [
+            f"{n} uses local memory {code.local_memory} times in its main loop"
+            for n, code in products.items()
+            if code.local_memory
+        ]
+    return found
+
+
+def read_library(cuobjdump: str, library: str) -> dict[str, MachineCode]:
+    """The kernels in a library's machine code."""
     process = subprocess.Popen([cuobjdump, "-sass", library], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    for line in process.stdout:
-        if match := re.match(r"arch = (sm_\w+)", line):
-            arch = match[1]
-        elif match := re.search(r"Function : (\S+)", line):
-            kernel = f"{match[1]} ({arch})"
-            counts[kernel] = 0
-        elif kernel and re.search(r"\bHG?MMA\b", line):
-            counts[kernel] += 1
+    kernels = read_machine_code(process.stdout, needed_instruction(library))
     if process.wait() != 0:
         raise SystemExit(f"{cuobjdump} -sass {library} ended with status {process.returncode}")
-    return counts
+    return kernels
 
 
 def main() -> int:
@@ -101,7 +155,7 @@ def main() -> int:
         missing = unreported(Path(sys.argv[2]).read_text(), sys.argv[3:])
         print(*(f"{sys.argv[2]} has no report on {source}" for source in missing), sep="\n")
         return 1 if missing else 0
-    log, library = Path(sys.argv[1]).read_text(), sys.argv[2]
+    log, libraries = Path(sys.argv[1]).read_text(), sys.argv[2:]
     kernels = parse_report(log)
     for arch in sorted({k.arch for k in kernels}):
         group = [k for k in kernels if k.arch == arch]
@@ -114,16 +168,11 @@ def main() -> int:
     cuobjdump = find_cuobjdump()
     if cuobjdump is None:
         print("notice: no cuobjdump (it comes with triton), the machine code was not looked at")
-    else:
-        counts = tensor_core_counts(cuobjdump, library)
-        products = {k: n for k, n in counts.items() if "gemm" in k.lower()}
-        print(
-            f"machine code: {len(counts)} kernels, {len(products)} of them products, "
-            f"{sum(counts.values())} tensor-core instructions"
-        )
-        if not products:
-            found.append(f"{library} has no kernel with 'gemm' in its name")
-        found += [f"{k} has no tensor-core instruction" for k, n in products.items() if n == 0]
+    for library in libraries if cuobjdump else []:
+        code = read_library(cuobjdump, library)
+        count = sum(c.tensor_core for c in code.values())
+        print(f"{library}: {len(code)} kernels, {count} {needed_instruction(library)} instructions")
+        found += machine_code_problems(library, code)
     for sentence in found:
         print("problem:", sentence)
     return 1 if found else 0

@@ -31,6 +31,9 @@ def problems(size: int, names: list[str], expected: list[str], source: list[str]
     found += [f"the wheel lacks {e}" for e in expected if e not in names]
     if not any(n.endswith("licenses/LICENSE") for n in names):
         found.append("the wheel lacks the LICENSE")
+    hopper = any(n.startswith("tpkernels/_C_sm90a.") for n in names)  # has code of CUTLASS's headers
+    if hopper and not any(n.endswith("/LICENSE-CUTLASS.txt") for n in names):
+        found.append("the wheel lacks the license of CUTLASS")
     return found
 
 

@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MIN_PYTHON = (3, 10)
 MIN_TORCH = (2, 11)
 BUILD_TOOLS = ["setuptools>=77.0.3", "wheel", "ninja", "pybind11>=2.13"]
+CUTLASS = "nvidia-cutlass==4.2.0.0"  # headers of the Hopper kernels; as in build_decisions.py
 OPTIONAL = {"matplotlib", "rich", "pytest-timeout"}  # everything runs without them, with less comfort
 START = time.time()
 
@@ -110,6 +111,13 @@ def torch_version(python):
     return result.stdout.strip() if result.returncode == 0 else None
 
 
+def torch_cuda(python):
+    """The CUDA version that the torch of `python` was built with, or "" (a CPU-only torch, or none)."""
+    code = "import torch; print(torch.version.cuda or '')"
+    result = subprocess.run([python, "-c", code], stdout=-1, stderr=-3, text=True)
+    return result.stdout.strip() if result.returncode == 0 else ""
+
+
 def pip_install(python, arguments, needed=True):
     """Runs pip; on failure ends with a sentence if `needed`, else returns False."""
     command = [python, "-m", "pip", "install", "--disable-pip-version-check", *arguments]
@@ -123,6 +131,20 @@ def pip_install(python, arguments, needed=True):
     return False
 
 
+def add_headers(python, own):
+    """Installs the headers that the Hopper kernels are compiled with, where torch has CUDA; the build can do without.
+
+    Without their dependencies: those are of the Python code beside the headers, which nothing here runs. A Python
+    that is not `own` keeps a newer version.
+    """
+    if not torch_cuda(python) or (not own and is_installed(CUTLASS.replace("==", ">="))):
+        return
+    say("installing " + CUTLASS)
+    options = ["--quiet", "--no-deps", "--retries", "1", "--timeout", "30"]
+    if not pip_install(python, [*options, CUTLASS], needed=False):
+        say("going on without " + name_of(CUTLASS) + ": the Hopper kernels are not built")
+
+
 def main():
     """Makes the environment, installs what is missing, and writes the stamp if anything changed."""
     venv, torch, extras = sys.argv[1], sys.argv[2], sys.argv[3].split(",")
@@ -134,7 +156,12 @@ def main():
     stamp = folder / (".tpk-" + "-".join(extras))
     wanted = requirements((ROOT / "pyproject.toml").read_text(), extras)
     state = json.dumps(
-        {"python": sys.version, "executable": sys.executable, "torch": torch if own else "", "want": wanted}
+        {
+            "python": sys.version,
+            "executable": sys.executable,
+            "torch": torch if own else "",
+            "want": [*wanted, CUTLASS],
+        }
     )
     if stamp.exists() and stamp.read_text() == state:
         return
@@ -166,6 +193,8 @@ def main():
             optional = name_of(requirement) in OPTIONAL
             if not pip_install(python, ["--quiet", requirement], needed=not optional):
                 say(f"going on without {name_of(requirement)}")
+    if extras != ["lint"]:
+        add_headers(python, own)
     folder.mkdir(parents=True, exist_ok=True)
     stamp.write_text(state)
     say(f"the environment is ready: {python} with torch {torch_version(python)}")

@@ -1,8 +1,9 @@
 """Loads the compiled parts of the package and remembers what could not be loaded, and why.
 
-`_C` (op schemas, CPU executor) is required. `_C_sm80` (CUDA kernels) and `_host` (the planner as a Python module)
-are optional: the package imports without them, on any machine, and `status()` tells what is missing. `_C` and
-`_C_sm80` have no Python symbols; they are dynamic libraries that register ops when torch loads them.
+`_C` (op schemas, CPU executor) is required. `_C_sm80` (CUDA ops, the portable kernel), `_C_sm90a` (Hopper kernels)
+and `_host` (the planner as a Python module) are optional: the package imports without them, on any machine, and
+`status()` tells what is missing. Those named `_C` have no Python symbols; they are dynamic libraries that register ops
+when torch loads them. The ops of `_C_sm80` call the kernels of `_C_sm90a` once they know their address.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class ExtensionStatus:
     """What became of one extension.
 
     Attributes:
-        name: "_C", "_C_sm80" or "_host".
+        name: "_C", "_C_sm80", "_C_sm90a" or "_host".
         loaded: whether its code can be used in this process.
         path: the file, or None where it was not built.
         reason: why it is not loaded; empty where it is.
@@ -53,7 +54,7 @@ def load_all() -> None:
 
     Raises:
         ImportError: torch is older than 2.11, or `_C` was not built or does not load; the message has the command
-            that mends it. A missing `_C_sm80` or `_host` raises nothing.
+            that mends it. Anything else that is missing raises nothing.
     """
     if "_C" in _statuses:
         return
@@ -71,6 +72,7 @@ def load_all() -> None:
         )
     _statuses["_C"] = ExtensionStatus("_C", True, path)
     _statuses["_C_sm80"] = _load_cuda("_C_sm80")
+    _statuses["_C_sm90a"] = _load_hopper("_C_sm90a")
     _statuses["_host"] = _load_host()
 
 
@@ -145,6 +147,21 @@ def _load_cuda(name: str) -> ExtensionStatus:
         return ExtensionStatus(name, False, path, f"torch {torch.__version__} is a CPU-only build")
     reason = _load_library(path)
     return ExtensionStatus(name, not reason, path, reason)
+
+
+def _load_hopper(name: str) -> ExtensionStatus:
+    """Loads the Hopper kernels and tells `_C_sm80`, which calls them, where they are."""
+    status = _load_cuda(name)
+    if not status.loaded:
+        return status
+    if not is_loaded("_C_sm80"):
+        reason = f"_C_sm80, which calls its kernels, is not loaded ({why_not('_C_sm80')})"
+        return ExtensionStatus(name, False, status.path, reason)
+    try:
+        torch.ops.tpkernels.attach_sm90a(torch.ops.tpkernels.sm90a_entry())
+    except (AttributeError, RuntimeError) as error:  # a library of another version, without the op
+        return ExtensionStatus(name, False, status.path, str(error).strip().splitlines()[0])
+    return status
 
 
 def _load_host() -> ExtensionStatus:

@@ -128,6 +128,21 @@ Plan random_plan(const Problem& p, std::mt19937& random) {
   return make_plan(p, tiles[random() % 4], kind, o, kCostCpu);
 }
 
+// The sum of a b at one place, and of the magnitudes in it.
+struct Sum {
+  double value = 0;
+  double size = 1e-3;
+};
+Sum multiply(Tensor& a, Tensor& b, int64_t depth, int64_t batch, int64_t i, int64_t j) {
+  Sum sum;
+  for (int64_t k = 0; k < depth; ++k) {
+    const double product = a(batch, i, k) * b(batch, k, j);
+    sum.value += product;
+    sum.size += std::fabs(product);
+  }
+  return sum;
+}
+
 void check_random_case(std::mt19937& random) {
   const auto pick = [&](std::initializer_list<int64_t> v) { return v.begin()[random() % v.size()]; };
   const Problem p{pick({0, 1, 3, 17, 64, 100}), pick({0, 1, 5, 40, 130}), pick({0, 1, 6, 32, 100, 250}),
@@ -135,9 +150,12 @@ void check_random_case(std::mt19937& random) {
   const auto in = static_cast<DType>(random() % 4);
   const auto out_type = static_cast<DType>(random() % 4);
   const auto bias_type = static_cast<DType>(random() % 4);
+  const auto residual_type = static_cast<DType>(random() % 4);
   Tensor a(in, p.batch, p.m, p.k, random, true);
   Tensor b(in, p.batch, p.k, p.n, random, true);
+  Tensor gate(in, p.batch, p.k, p.n, random, true);
   Tensor bias(bias_type, 1, 1, p.n, random, true);
+  Tensor residual(residual_type, p.batch, p.m, p.n, random, true);
   GemmArgs args;
   args.accumulate = random() % 3 == 0;
   Tensor out(out_type, p.batch, p.m, p.n, random, args.accumulate);
@@ -149,8 +167,14 @@ void check_random_case(std::mt19937& random) {
   args.out = out.view();
   args.out.data = out.at(0, 0, 0);
   args.activation = static_cast<Activation>(random() % 5);
-  const bool has_bias = random() % 2 == 0;
-  const bool has_preact = random() % 2 == 0;
+  const bool has_gate = random() % 4 == 0;
+  const bool has_bias = !has_gate && random() % 2 == 0;
+  const bool has_preact = !has_gate && random() % 2 == 0;
+  const bool has_residual = random() % 3 == 0;
+  const double alpha = random() % 2 == 0 ? 1.0 : -0.75;
+  args.alpha = alpha;
+  if (has_gate) args.gate = gate.view();
+  if (has_residual) args.residual = residual.view();
   if (has_bias) args.bias = bias.view();
   if (has_preact) args.preact = preact.view();
   const Plan plan = random_plan(p, random);
@@ -158,25 +182,31 @@ void check_random_case(std::mt19937& random) {
   options.threads = 1 + random() % 12;
   streamk_gemm(args, plan, options);
 
-  const std::string context = std::to_string(p.m) + " x " + std::to_string(p.n) + " x " +
-                              std::to_string(p.k) + " batch " + std::to_string(p.batch) + " types " +
-                              std::to_string(static_cast<int>(in)) +
-                              std::to_string(static_cast<int>(out_type)) + " activation " +
-                              std::to_string(static_cast<int>(args.activation)) + " " + name(plan.kind) +
-                              " threads " + std::to_string(options.threads);
+  const std::string context =
+      std::to_string(p.m) + " x " + std::to_string(p.n) + " x " + std::to_string(p.k) + " batch " +
+      std::to_string(p.batch) + " types " + std::to_string(static_cast<int>(in)) +
+      std::to_string(static_cast<int>(out_type)) + " activation " +
+      std::to_string(static_cast<int>(args.activation)) + " gate, residual " + std::to_string(has_gate) +
+      std::to_string(has_residual) + " " + name(plan.kind) + " threads " + std::to_string(options.threads);
   for (int64_t c = 0; c < p.batch; ++c) {
     for (int64_t i = 0; i < p.m; ++i) {
       for (int64_t j = 0; j < p.n; ++j) {
-        double sum = has_bias ? bias(0, 0, j) : 0;
-        double size = std::fabs(sum) + 1e-3;
-        for (int64_t k = 0; k < p.k; ++k) {
-          sum += a(c, i, k) * b(c, k, j);
-          size += std::fabs(a(c, i, k) * b(c, k, j));
+        const Sum product = multiply(a, b, p.k, c, i, j);
+        const double added = has_bias ? bias(0, 0, j) : 0;
+        const double sum = alpha * product.value + added;
+        double size = product.size + std::fabs(added);
+        double expected = activate(args.activation, sum);
+        if (has_gate) {
+          const Sum gated = multiply(a, gate, p.k, c, i, j);
+          expected = activate(args.activation, alpha * gated.value) * sum;
+          size = (size + 1) * (gated.size + 1);
         }
         const double before = args.accumulate ? old(c, i, j) : 0;
-        const double expected = activate(args.activation, sum) + before;
+        const double kept = has_residual ? residual(c, i, j) : 0;
+        expected += kept + before;
         const double bound = tolerance(in, out_type);
-        TPK_CHECK(std::fabs(out(c, i, j) - expected) <= bound * (size + std::fabs(before)), context);
+        TPK_CHECK(std::fabs(out(c, i, j) - expected) <= bound * (size + std::fabs(before) + std::fabs(kept)),
+                  context);
         if (has_preact) TPK_CHECK(std::fabs(preact(c, i, j) - sum) <= bound * size, context);
       }
     }

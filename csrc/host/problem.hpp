@@ -3,12 +3,16 @@
 
 #include <cstdint>
 
+#include "host/divide.hpp"
 #include "host/macros.hpp"
 
 namespace tpk {
 
 // For a >= 0 and b >= 1. (a + b - 1) / b would wrap near 2^63.
-TPK_HD constexpr int64_t ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 0); }
+TPK_HD constexpr int64_t ceil_div(int64_t a, int64_t b) {
+  const Division d = divide(a, b);
+  return d.quotient + (d.remainder != 0);
+}
 TPK_HD constexpr int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 TPK_HD constexpr int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
 

@@ -5,8 +5,8 @@
 //   streamed  its tiles' iterations laid end to end and cut into equal shares (Stream-K).
 // Every known decomposition is a value of this structure: data-parallel (one waves piece), textbook
 // Stream-K (one streamed piece), split-K (one streamed piece with tiles * splits workers), the paper's
-// two-tile hybrid (streamed, then waves), and the orders that let communication hide (remainder last,
-// own shard first, every shard in turn). Kernels follow the data; they do not know the names.
+// two-tile hybrid (streamed, then waves), the same cut at few depths of K, and the orders that let communication
+// hide (remainder last, own shard first, every shard in turn). Kernels follow the data; they do not know the names.
 //
 // A worker is one CTA (or one cluster). Workers are tickets: whoever starts next takes the next number,
 // so worker w never starts before worker w - 1. Two rules make a plan finish on any number of resident
@@ -33,6 +33,9 @@ struct Piece {
   int64_t workers = 0;
   int64_t handicapped = 0;
   int64_t handicap = 0;
+  // Streamed only. Above 0: tiles are cut at multiples of K / granules and nowhere else, so that at any time the
+  // workers stand at few different depths of K, and those at the same one share operands in L2. No handicaps.
+  int64_t granules = 0;
 };
 
 // One contiguous run of iterations of one tile, done by one worker.
@@ -64,7 +67,7 @@ struct Schedule {
 // that exactly min_iters remain. Moving one way only keeps shares within one such run of each other.
 // Tiles too short for two runs are not cut.
 TPK_HD int64_t snap_cut(int64_t cut, int64_t k_iters, int64_t min_iters) {
-  const int64_t r = cut % k_iters;
+  const int64_t r = divide(cut, k_iters).remainder;
   if (r == 0) return cut;
   if (k_iters < 2 * min_iters || r < min_iters) return cut - r;
   return k_iters - r < min_iters ? cut - (min_iters - (k_iters - r)) : cut;
@@ -77,11 +80,15 @@ TPK_HD int64_t snap_cut(int64_t cut, int64_t k_iters, int64_t min_iters) {
 TPK_HD int64_t share_begin(const Schedule& s, const Piece& p, int64_t i) {
   const int64_t total = p.num_tiles * s.k_iters;
   if (i >= p.workers) return total;
+  if (p.granules > 0) {
+    const int64_t granule = divide(i * p.num_tiles * p.granules, p.workers).quotient;
+    const Division at = divide(granule, p.granules);
+    return at.quotient * s.k_iters + divide(at.remainder * s.k_iters, p.granules).quotient;
+  }
   const int64_t charged = total + p.handicapped * p.handicap;
-  const int64_t quotient = charged / p.workers;
-  const int64_t remainder = charged % p.workers;
-  const int64_t extra = i * remainder / p.workers;
-  return snap_cut(i * quotient + extra - min64(i, p.handicapped) * p.handicap, s.k_iters, s.min_iters);
+  const Division each = divide(charged, p.workers);
+  const int64_t extra = divide(i * each.remainder, p.workers).quotient;
+  return snap_cut(i * each.quotient + extra - min64(i, p.handicapped) * p.handicap, s.k_iters, s.min_iters);
 }
 
 // Walks the segments of one worker in time order.
@@ -125,7 +132,7 @@ class SegmentCursor {
 
   TPK_HD bool next_streamed(const Piece& p, Segment* out) {
     if (begin_ >= end_) return false;
-    const int64_t tile = (end_ - 1) / s_.k_iters;  // walk backwards: see the top of this file
+    const int64_t tile = divide(end_ - 1, s_.k_iters).quotient;  // walk backwards: see the top of this file
     const int64_t tile_begin = tile * s_.k_iters;
     const int64_t k_begin = max64(begin_, tile_begin) - tile_begin;
     const int64_t k_end = end_ - tile_begin;

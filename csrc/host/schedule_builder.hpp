@@ -24,8 +24,9 @@ enum class ScheduleKind : int32_t {
   kHybridLast,    // waves, then the streamed remainder
   kOwnFirst,      // remainder of the own shard streamed, waves, remainder of the others streamed
   kEveryShard,    // hybrid_first for every shard in turn
+  kHybridAligned,  // waves, then the remainder, cut at few depths of K
 };
-constexpr int kNumScheduleKinds = 7;
+constexpr int kNumScheduleKinds = 8;
 
 inline const char* name(ScheduleKind kind) {
   switch (kind) {
@@ -43,6 +44,8 @@ inline const char* name(ScheduleKind kind) {
       return "own_first";
     case ScheduleKind::kEveryShard:
       return "every_shard";
+    case ScheduleKind::kHybridAligned:
+      return "hybrid_aligned";
   }
   return "unknown";
 }
@@ -53,15 +56,15 @@ inline ScheduleKind parse_schedule_kind(std::string_view text) {
     if (text == name(kind)) return kind;
   }
   throw std::invalid_argument(
-      "schedule must be one of data_parallel, stream_k, split_k, hybrid_first, hybrid_last, own_first or "
-      "every_shard, but it is '" +
+      "schedule must be one of data_parallel, stream_k, split_k, hybrid_first, hybrid_last, own_first, "
+      "every_shard or hybrid_aligned, but it is '" +
       std::string(text) + "'.");
 }
 
 struct ScheduleOptions {
   int64_t workers = 1;
   int64_t min_iters = 4;     // a shorter run of iterations costs more in fix-up than it balances
-  int64_t splits = 1;        // split_k only
+  int64_t splits = 1;  // split_k: pieces of a tile; hybrid_aligned: depths at which one is cut, 1: the best
   int64_t comm_workers = 0;  // tickets 0 ... comm_workers - 1 also communicate,
   int64_t comm_iters = 0;    // which costs each of them as much as this many iterations
   // Tiles of every shard in time order (own first for an arrival, own last for a departure). Empty: one
@@ -145,6 +148,29 @@ class ScheduleBuilder {
     push(p);
   }
 
+  // How many of count tiles to cut at few depths: the remainder. Where it is so small that each of its tiles would be
+  // shared by many workers, whose partials the finisher adds one after another, a wave more.
+  int64_t aligned_tiles(int64_t count) const {
+    constexpr int64_t kMostShares = 4;
+    const int64_t rest = count % s_.workers;
+    return rest * kMostShares < s_.workers && rest > 0 && count > s_.workers ? rest + s_.workers : rest;
+  }
+
+  // Tiles cut at multiples of K / granules, as many shares as there are workers or granules. Whole tiles if that
+  // takes no longer.
+  void aligned(int64_t count, int64_t granules) {
+    if (count <= 0) return;
+    const int64_t g = s_.workers;
+    granules = granules > 1 ? min64(granules, s_.k_iters / s_.min_iters) : best_granules(count);
+    if (granules <= 1) return waves(count);
+    Piece p;
+    p.kind = PieceKind::kStreamed;
+    p.num_tiles = count;
+    p.workers = min64(g, count * granules);
+    p.granules = granules;
+    push(p);
+  }
+
   // As many shares as there are (tile, split) pairs, one ticket each; with no regard for communication.
   void split(int64_t count, int64_t splits) {
     splits = s_.k_iters < 2 * s_.min_iters ? 1 : min64(splits, s_.k_iters / least_);
@@ -175,6 +201,20 @@ class ScheduleBuilder {
   }
 
  private:
+  // The granules with which the longest share is shortest; fewer among equals. More than kMost cut it little finer.
+  int64_t best_granules(int64_t count) const {
+    constexpr int64_t kMost = 12;
+    const int64_t g = s_.workers;
+    int64_t most = count < g ? max64(kMost, g / count) : kMost;
+    most = min64(most, s_.k_iters / s_.min_iters);
+    int64_t best = 1;
+    for (int64_t n = 2; n <= most; ++n) {
+      // ceil(count * n / g) / n, the longest share in tiles.
+      if (ceil_div(count * n, g) * best < ceil_div(count * best, g) * n) best = n;
+    }
+    return best;
+  }
+
   int64_t next_charge() const {
     return pieces_to_charge_ > 0 ? ceil_div(comm_iters_ - charged_, pieces_to_charge_) : 0;
   }
@@ -259,6 +299,12 @@ inline Schedule make_schedule(ScheduleKind kind, int64_t tiles, int64_t k_iters,
   }
   if (kind == ScheduleKind::kDataParallel || !b.streams()) {
     b.waves(tiles);
+    return b.finish(o.comm_workers);
+  }
+  if (kind == ScheduleKind::kHybridAligned) {
+    const int64_t tail = b.aligned_tiles(tiles);
+    b.waves(tiles - tail);
+    b.aligned(tail, o.splits);
     return b.finish(o.comm_workers);
   }
   const std::vector<int64_t> shards = o.shard_tiles.empty() ? std::vector<int64_t>{tiles} : o.shard_tiles;

@@ -55,12 +55,13 @@ struct TileOrder {
     }
     const int64_t in_band = position - begin * row_tiles;
     const int64_t per_batch = (end - begin) * tiles_n;
-    const int64_t in_batch = in_band % per_batch;
-    const int64_t first_row = in_batch / (group_m * tiles_n) * group_m;
+    const Division batch_of = divide(in_band, per_batch);
+    const Division group = divide(batch_of.remainder, group_m * tiles_n);
+    const int64_t first_row = group.quotient * group_m;
     const int64_t rows = min64(group_m, end - begin - first_row);
-    const int64_t in_group = in_batch - first_row * tiles_n;
-    const int64_t row = begin + first_row + in_group % rows + start_m;
-    return {in_band / per_batch, row >= tiles_m ? row - tiles_m : row, in_group / rows};
+    const Division column = divide(group.remainder, rows);
+    const int64_t row = begin + first_row + column.remainder + start_m;
+    return {batch_of.quotient, row >= tiles_m ? row - tiles_m : row, column.quotient};
   }
 };
 

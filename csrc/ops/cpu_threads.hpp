@@ -16,22 +16,25 @@
 
 namespace tpk::ops {
 
-// TPK_NUM_THREADS if it is set, else torch's number of threads (torch.set_num_threads).
-inline int64_t cpu_threads() {
+// TPK_NUM_THREADS if it is set, else torch's number of threads (torch.set_num_threads); at most `most` if
+// that is not 0.
+inline int64_t cpu_threads(int64_t most = 0) {
+  const auto bounded = [&](int64_t threads) { return most > 0 ? min64(threads, most) : threads; };
   if (const char* text = std::getenv("TPK_NUM_THREADS"); text != nullptr && *text != '\0') {
     char* end = nullptr;
     const long threads = std::strtol(text, &end, 10);
     TPK_REQUIRE(*end == '\0' && threads >= 1 && threads <= 4096,
                 "TPK_NUM_THREADS must be a number from 1 to 4096, but it is '", text, "'.");
-    return threads;
+    return bounded(threads);
   }
-  return torch::stable::get_num_threads();
+  return bounded(torch::stable::get_num_threads());
 }
 
 // The plan of a product on the CPU; schedule is a name or "auto", workers = 0 means one per thread, tile is a
-// name or "". Plans are kept: with many threads making one takes longer than a small product.
+// name or "". most_threads > 0 bounds the threads. Plans are kept: with many threads making one takes longer
+// than a small product.
 inline Plan cpu_plan(const char* op, const Problem& p, const std::string& schedule, int64_t workers,
-                     int64_t splits, const std::string& tile) {
+                     int64_t splits, const std::string& tile, int64_t most_threads = 0) {
   TPK_REQUIRE(workers >= 0, op, ": workers must not be negative (0: one per thread), but it is ", workers,
               ".");
   TPK_REQUIRE(splits >= 1, op, ": splits must be at least 1, but it is ", splits, ".");
@@ -39,7 +42,7 @@ inline Plan cpu_plan(const char* op, const Problem& p, const std::string& schedu
       std::tuple<int64_t, int64_t, int64_t, int64_t, std::string, int64_t, int64_t, std::string, int64_t>;
   static std::mutex mutex;
   static std::map<Key, Plan> plans;
-  const int64_t threads = cpu_threads();
+  const int64_t threads = cpu_threads(most_threads);
   const Key key{p.batch, p.m, p.n, p.k, schedule, workers, splits, tile, threads};
   const std::lock_guard lock(mutex);
   if (const auto found = plans.find(key); found != plans.end()) return found->second;

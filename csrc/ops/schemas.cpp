@@ -38,13 +38,20 @@ STABLE_TORCH_LIBRARY(tpkernels, m) {
   m.def("reduce_scatter(Tensor x, int dim, SymInt[]? shard_sizes, str group_name) -> Tensor");
   m.def("split(Tensor x, int dim, SymInt[]? shard_sizes, str group_name) -> Tensor");
 
-  // The Stream-K kernel, below every path named "streamk": CPU executor in _C, CUDA kernel in _C_sm80.
-  // a [B, M, K], b [B, K, N], bias [N], out and preact [B, M, N], any strides. schedule is a name of
+  // The Stream-K kernels, below every path named "streamk": CPU executor in _C, the portable CUDA kernel in
+  // _C_sm80, the Hopper kernel in _C_sm90a. What is computed, and in which order: kernels/gemm_call.hpp.
+  // a [B, M, K], b and gate [B, K, N], bias [N], out, preact and residual [B, M, N], any strides. residual
+  // may be out itself (the same view), else it shares no memory with it. schedule is a name of
   // host/schedule_builder.hpp or 'auto'; workers = 0 means as many as run at once; tile is the name of one of
-  // the device's tiles ("128x128x32" is BM x BN x BK), '' leaves the choice to the cost model.
+  // the device's tiles ("128x128x32" is BM x BN x BK, "128x256x64/2x1" names a cluster too), '' leaves the
+  // choice to the cost model. multiprocessors = 0 means all; on the CPU it bounds the threads.
   m.def(
       "streamk_gemm(Tensor a, Tensor b, Tensor? bias, Tensor(o!) out, Tensor(p!)? preact, str activation, "
-      "bool accumulate, str schedule='auto', int workers=0, int splits=1, str tile='') -> ()");
+      "bool accumulate, str schedule='auto', int workers=0, int splits=1, str tile='', Tensor? gate=None, "
+      "Tensor? residual=None, float alpha=1.0, int multiprocessors=0) -> ()");
+  // How _C_sm80 learns of the Hopper kernel: the address of a GemmEntry (kernels/gemm_call.hpp), 0 for none.
+  m.def("sm90a_entry() -> int");
+  m.def("attach_sm90a(int entry) -> ()");
   // What streamk_gemm would do, without doing it; device is "cpu", "sm80" or "sm90" ("cuda" is sm90),
   // multiprocessors = 0 means 108 and 132:
   // (schedule name, [bm, bn, bk, tiles, k_iters, workers, splits, partial tiles], predicted us).

@@ -22,7 +22,8 @@ std::string repr(const Piece& p) {
   return std::string("Piece(kind='") + kind_name(p) + "', first_tile=" + std::to_string(p.first_tile) +
          ", num_tiles=" + std::to_string(p.num_tiles) + ", first_worker=" + std::to_string(p.first_worker) +
          ", workers=" + std::to_string(p.workers) + ", handicapped=" + std::to_string(p.handicapped) +
-         ", handicap=" + std::to_string(p.handicap) + ")";
+         ", handicap=" + std::to_string(p.handicap) +
+         ", granules=" + std::to_string(p.granules) + ")";
 }
 
 std::vector<Piece> pieces(const Schedule& s) { return {s.pieces, s.pieces + s.num_pieces}; }
@@ -82,6 +83,7 @@ void bind_schedule(py::module_& m) {
       .def_readonly("workers", &Piece::workers)
       .def_readonly("handicapped", &Piece::handicapped)
       .def_readonly("handicap", &Piece::handicap)
+      .def_readonly("granules", &Piece::granules)
       .def("__repr__", [](const Piece& p) { return repr(p); });
 
   py::class_<Schedule>(m, "Schedule")

@@ -1,4 +1,4 @@
-"""The decisions and sentences of setup.py, of the environment of make, and of the checks of CI."""
+"""What setup.py finds on a machine and in the repository; what it decides is in test_build_decisions.py."""
 
 from __future__ import annotations
 
@@ -24,106 +24,13 @@ def setup() -> ModuleType:
     return load_script("setup.py")
 
 
-# --- torch, ninja, the compiler ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("version", "numbers"),
-    [("2.14.1+cu130", (2, 14, 1)), ("2.12.0a0+git12ab", (2, 12, 0)), ("2.11", (2, 11)), ("", ())],
-)
-def test_release_reads_the_leading_numbers(setup, version, numbers):
-    assert setup.release(version) == numbers
-
-
-@pytest.mark.parametrize("version", ["2.11.0", "2.14.1+cu130", "2.15.0.dev20261101", "3.0.0"])
-def test_new_enough_torch_is_accepted(setup, version):
-    assert setup.check_torch(version) == ""
-
-
-def test_missing_torch_names_the_interpreter_and_the_command(setup):
-    sentence = setup.check_torch(None)
-    assert sys.executable in sentence
-    assert 'pip install "torch>=2.11"' in sentence
-    assert "--no-build-isolation" in sentence
-
-
-@pytest.mark.parametrize("version", ["2.10.1", "1.13.0+cu117", "0.4"])
-def test_old_torch_names_both_versions(setup, version):
-    sentence = setup.check_torch(version)
-    assert version in sentence
-    assert "2.11" in sentence
-    assert "pip install --upgrade" in sentence
-
-
-def test_missing_ninja_names_the_command(setup):
-    assert setup.check_ninja("/usr/bin/ninja") == ""
-    assert "pip install ninja" in setup.check_ninja(None)
-
-
-def test_compiler_sentences(setup):
-    assert setup.check_compiler("c++", None) == ""
-    missing = setup.check_compiler("no-such-c++", "")
-    assert "'no-such-c++' was not found" in missing
-    assert "apt-get install" in missing
-    old = setup.check_compiler("g++-7", "error: unrecognized option '-std=c++20'\nmore")
-    assert "'g++-7' does not compile C++20" in old
-    assert "unrecognized option" in old
-    assert "CXX=g++-12" in old
+# --- the compiler and memory ---------------------------------------------------------------------------------
 
 
 def test_the_compiler_of_this_machine_is_tried(setup):
     assert setup.try_compiler("no-such-compiler") == ""
     assert setup.try_compiler("false") == "exit status 1"
     assert setup.try_compiler(os.environ.get("CXX", "c++")) is None
-
-
-# --- memory and jobs -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("cores", "gib", "jobs"),
-    [(2, 24, 2), (64, 24, 8), (64, 4.5, 1), (64, 7, 2), (8, 1, 1), (1, 500, 1), (128, 400, 128)],
-)
-def test_default_jobs_leave_memory(setup, cores, gib, jobs):
-    assert setup.default_jobs(cores, int(gib * GIB)) == jobs
-
-
-@pytest.mark.parametrize(("requested", "gib"), [(None, 24), ("8", 24), ("1", 2.5), (None, 3)])
-def test_no_warning_where_memory_suffices(setup, requested, gib):
-    assert setup.check_jobs(requested, 8, int(gib * GIB)) == ""
-
-
-def test_too_many_jobs_for_the_memory(setup):
-    sentence = setup.check_jobs("64", 64, 12 * GIB)
-    assert "12.0 GiB" in sentence
-    assert "MAX_JOBS=64" in sentence
-    assert "export MAX_JOBS=4" in sentence
-
-
-def test_too_little_memory_for_one_job(setup):
-    assert "1.0 GiB" in setup.check_jobs(None, 8, GIB)
-
-
-@pytest.mark.parametrize("requested", ["0", "many", "-3", "2.5", ""])
-def test_max_jobs_must_be_a_number(setup, requested):
-    assert "export MAX_JOBS=2" in setup.check_jobs(requested, 2, 24 * GIB)
-
-
-@pytest.mark.parametrize(
-    ("requested", "jobs"),
-    [
-        (None, None),
-        ("", None),
-        ("0", None),
-        ("00", None),
-        ("-1", None),
-        ("2.5", None),
-        ("²", None),
-        ("08", 8),
-    ],
-)
-def test_only_a_positive_max_jobs_is_used(setup, requested, jobs):
-    assert setup.parse_jobs(requested) == jobs
 
 
 def test_cached_files_are_memory_that_is_left(setup, tmp_path):
@@ -143,38 +50,6 @@ def test_available_memory_is_plausible(setup):
 # --- CUDA ----------------------------------------------------------------------------------------------------
 
 
-def test_cuda_is_built_where_the_major_versions_agree(setup):
-    assert setup.decide_cuda("2.14.1+cu130", "13.0", "/usr/local/cuda/bin/nvcc", "13.0") == ""
-    assert setup.decide_cuda("2.14.1+cu130", "13.0", "/usr/local/cuda/bin/nvcc", "13.2") == ""
-
-
-@pytest.mark.parametrize(
-    ("args", "parts"),
-    [
-        (("2.13.0+cpu", None, "/x/nvcc", "13.0"), ["CPU-only", "2.13.0+cpu", "pip install"]),
-        (("2.14.1", "13.0", None, None), ["nvcc was not found", "CUDA 13", "CUDA_HOME="]),
-        (("2.14.1", "13.0", "/x/nvcc", None), ["/x/nvcc", "version"]),
-        (
-            ("2.14.1", "13.0", "/x/nvcc", "12.8"),
-            ["/x/nvcc is CUDA 12.8", "built with CUDA 13.0", "CUDA_HOME="],
-        ),
-    ],
-)
-def test_reasons_to_skip_cuda(setup, args, parts):
-    reason = setup.decide_cuda(*args)
-    for part in parts:
-        assert part in reason
-
-
-def test_planner_needs_pybind11_and_python_headers(setup, tmp_path):
-    assert "pip install pybind11" in setup.decide_host(False, tmp_path)
-    reason = setup.decide_host(True, tmp_path, (3, 12))
-    assert reason.startswith("Python.h was not found")
-    assert "apt-get install python3.12-dev" in reason
-    (tmp_path / "Python.h").touch()
-    assert setup.decide_host(True, tmp_path) == ""
-
-
 def test_stable_abi_extensions_need_no_python_headers(setup):
     """A Python without headers loses the planner alone: nothing that these files include includes Python.h."""
     torch = pytest.importorskip("torch")
@@ -190,42 +65,21 @@ def test_stable_abi_extensions_need_no_python_headers(setup):
     assert not any("Python.h" in text or "pybind11" in text for text in own)
 
 
-def test_wheel_serves_every_python_only_without_planner_and_with_abi3(setup):
-    one_for_all = {"bdist_wheel": {"py_limited_api": "cp310"}}
-    without = [setup.Piece("_host", ["a.cpp"], "no pybind11"), setup.Piece("_C", ["b.cpp"])]  # in any order
-    complete = [setup.Piece("_host", ["a.cpp"]), setup.Piece("_C_sm80", [], "no nvcc")]
-    assert setup.wheel_options(without, 0) == setup.wheel_options(without, None) == one_for_all
-    assert setup.wheel_options(without, 1) == {}  # CPython without a GIL
-    assert setup.wheel_options(complete, 0) == {}
+class _Torch:
+    """Stands for torch.utils.cpp_extension."""
 
+    @staticmethod
+    def CUDAExtension(name: str, sources: list[str], **keywords: object) -> dict[str, object]:
+        return {"name": name, "sources": sources, **keywords}
 
-@pytest.mark.parametrize(
-    ("variables", "flags"),
-    [
-        ({}, []),
-        ({"CXX": "g++-12"}, ["-ccbin", "g++-12"]),
-        ({"CXX": "ccache g++-12 -m64"}, ["-ccbin", "g++-12"]),
-        ({"CXX": "g++-12", "CC": "gcc-12"}, []),  # torch hands it on
-        ({"CXX": ""}, []),
-    ],
-)
-def test_nvcc_uses_the_compiler_named(setup, variables, flags):
-    assert setup.host_compiler_flags(variables) == flags
+    CppExtension = CUDAExtension
 
 
 def test_the_compiler_named_is_in_the_flags_of_the_cuda_extension(setup, monkeypatch):
     monkeypatch.setenv("CXX", "g++-12")
     monkeypatch.delenv("CC", raising=False)
     pieces = [setup.Piece("_C_sm80", ["a.cu"]), setup.Piece("_C", ["a.cpp"])]
-
-    class Torch:
-        @staticmethod
-        def CUDAExtension(name: str, sources: list[str], **keywords: object) -> dict[str, object]:
-            return {"name": name, "sources": sources, **keywords}
-
-        CppExtension = CUDAExtension
-
-    cuda, cpu = setup.extensions(pieces, Torch, [])
+    cuda, cpu = setup.extensions(pieces, _Torch, [])
     assert cuda["name"] == "tpkernels._C_sm80"
     nvcc = cuda["extra_compile_args"]["nvcc"]
     assert nvcc[nvcc.index("-ccbin") + 1] == "g++-12"
@@ -233,37 +87,32 @@ def test_the_compiler_named_is_in_the_flags_of_the_cuda_extension(setup, monkeyp
     assert "-pthread" in cpu["extra_link_args"]
 
 
-def test_switches(setup):
-    assert setup.apply_switch("TPK_WITH_CUDA", "auto", "") == ""
-    assert setup.apply_switch("TPK_WITH_CUDA", "auto", "no nvcc") == "no nvcc"
-    assert setup.apply_switch("TPK_WITH_CUDA", "1", "") == ""
-    assert "TPK_WITH_CUDA=0" in setup.apply_switch("TPK_WITH_CUDA", "0", "")
-    with pytest.raises(setup.BuildError, match="TPK_WITH_CUDA=1, but no nvcc"):
-        setup.apply_switch("TPK_WITH_CUDA", "1", "no nvcc")
-    with pytest.raises(setup.BuildError, match="TPK_WITH_CUDA=yes is not one of auto, 0 and 1"):
-        setup.apply_switch("TPK_WITH_CUDA", "yes", "")
-
-
-def test_gencode_flags(setup):
-    default = setup.gencode_flags()
-    assert default == [
-        "-gencode=arch=compute_80,code=sm_80",
-        "-gencode=arch=compute_90,code=sm_90",
-        "-gencode=arch=compute_90,code=compute_90",
+def test_each_cuda_extension_has_its_own_architectures_and_headers(setup, monkeypatch):
+    monkeypatch.setenv("TPK_CUDA_ARCHS", "100")
+    pieces = [setup.Piece("_C_sm80", ["a.cu"]), setup.Piece("_C_sm90a", ["b.cu"])]
+    portable, hopper = setup.extensions(pieces, _Torch, [], Path("/cutlass/include"))
+    codes = [
+        [f.partition(",code=")[2] for f in e["extra_compile_args"]["nvcc"] if "gencode" in f]
+        for e in (portable, hopper)
     ]
-    more = setup.gencode_flags("8.9; sm_100a,120 90")
-    assert [f.partition(",code=")[2] for f in more] == [
-        "sm_80", "sm_90", "sm_89", "sm_100a", "sm_120", "compute_90",
-    ]  # fmt: skip
-    for wrong in ("hopper", "70", "9"):
-        with pytest.raises(setup.BuildError, match=f"TPK_CUDA_ARCHS has '{wrong}'"):
-            setup.gencode_flags(wrong)
+    assert codes == [["sm_80", "sm_90", "sm_100", "compute_90"], ["sm_90a"]]
+    assert "/cutlass/include" not in portable["include_dirs"]
+    assert hopper["include_dirs"] == [f"{ROOT}/csrc", "/cutlass/include"]
+    assert hopper["py_limited_api"]
+    assert not [f for f in hopper["extra_link_args"] if "-lcuda" in f]
 
 
-def test_nvcc_version_is_read(setup):
-    text = "nvcc: NVIDIA (R) Cuda compiler driver\nCuda compilation tools, release 13.0, V13.0.88\n"
-    assert setup.parse_nvcc_version(text) == "13.0"
-    assert setup.parse_nvcc_version("sh: nvcc: not found") is None
+def test_headers_of_cutlass_are_found_without_importing_the_package(setup, tmp_path, monkeypatch):
+    package = tmp_path / "tpk_fake_cutlass"
+    (package / "source/include/cutlass").mkdir(parents=True)
+    (package / "__init__.py").write_text("raise ImportError('it needs networkx')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert setup.find_cutlass("tpk_fake_cutlass") is None  # a package of that name without the headers
+    (package / "source/include/cutlass/version.h").touch()
+    assert setup.find_cutlass("tpk_fake_cutlass") == package / "source/include"
+    (package / "__init__.py").unlink()  # some versions are a namespace package
+    assert setup.find_cutlass("tpk_fake_cutlass") == package / "source/include"
+    assert setup.find_cutlass("tpk_no_such_package") is None
 
 
 def _toolkit(root: Path) -> Path:
@@ -340,11 +189,20 @@ def test_sources_are_sorted_into_extensions(setup, tmp_path):
         "ops/check.hpp",
         "kernels/cpu/run.cpp",
         "kernels/sm80/gemm.cu",
+        "ops/sm90a_entry.cpp",
+        "kernels/sm90a/gemm.cu",
+        "kernels/sm90a/tensor_map.cpp",
+        "kernels/sm90a/LICENSE-CUTLASS.txt",
     ]
     found = setup.find_sources(_tree(tmp_path, names))
     assert found == {
         "_C": ["csrc/kernels/cpu/run.cpp", "csrc/ops/schemas.cpp"],
         "_C_sm80": ["csrc/kernels/sm80/gemm.cu", "csrc/ops/streamk_cuda.cu"],
+        "_C_sm90a": [
+            "csrc/kernels/sm90a/gemm.cu",
+            "csrc/kernels/sm90a/tensor_map.cpp",
+            "csrc/ops/sm90a_entry.cpp",
+        ],
         "_host": [],
     }
 
@@ -360,14 +218,6 @@ def test_every_source_of_the_repository_is_in_an_extension(setup):
     sources = [p for p in (ROOT / "csrc").rglob("*") if p.suffix in (".cpp", ".cu")]
     tests = [p for p in sources if p.stem.endswith("_test")]  # built by cmake/
     assert {p.relative_to(ROOT).as_posix() for p in sources if p not in tests} == in_extensions
-
-
-def test_summary_has_a_line_for_each_piece(setup):
-    pieces = [setup.Piece("_C", ["a.cpp", "b.cpp"]), setup.Piece("_C_sm80", [], "nvcc was not found")]
-    text = setup.summary(pieces, {"torch": "2.14.1"})
-    assert re.search(r"_C +built +2 sources", text)
-    assert re.search(r"_C_sm80 +skipped +nvcc was not found", text)
-    assert "torch 2.14.1" in text
 
 
 def test_modules_that_the_source_lacks_leave_the_build(setup, tmp_path):
@@ -407,6 +257,7 @@ def test_source_distribution_is_complete(monkeypatch):
         files.process_template_line(line)
     names = [".clang-format", ".pre-commit-config.yaml", "Makefile", ".ci/run", "bench/cli.py"]
     names += ["docs/demo-loss.png", "cmake/CMakeLists.txt", "tests/cpu/test_build.py"]
+    names += [".ci/build_decisions.py", "csrc/kernels/sm90a/LICENSE-CUTLASS.txt"]
     assert set(names) <= set(files.files)
     assert not [n for n in files.files if n.endswith((".so", ".pyc")) or n.startswith("bench/out")]
 

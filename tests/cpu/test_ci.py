@@ -1,4 +1,4 @@
-"""The environment of make, make itself, and the checks of CI."""
+"""The environment of make, make itself, and the run of CI; its checks are in test_ci_checks.py."""
 
 from __future__ import annotations
 
@@ -74,6 +74,7 @@ def test_an_environment_that_is_ready_needs_neither_pip_nor_a_toml_parser(tmp_pa
         setup_env.pip_install = lambda *args, **kwargs: print("installs")
         setup_env.torch_version = lambda python: "2.11.0"
         setup_env.is_installed = lambda requirement: True
+        setup_env.torch_cuda = lambda python: ""
         sys.argv[1:] = ["none", "torch", "test,demo"]
         setup_env.main()
         assert (setup_env.ROOT / "build/env/.tpk-test-demo").exists()
@@ -89,6 +90,48 @@ def test_an_environment_that_is_ready_needs_neither_pip_nor_a_toml_parser(tmp_pa
         assert "installs" not in result.stdout
         assert result.stdout.endswith("again\n")
         shutil.rmtree(tmp_path / "build")
+
+
+def test_headers_are_installed_alone_and_only_where_they_are_wanted(env, monkeypatch, capsys):
+    calls = []
+
+    def pip(python: str, arguments: list[str], needed: bool = True) -> bool:
+        calls.append((arguments, needed))
+        return False
+
+    def install(cuda: str, own: bool, present: bool) -> list[tuple[list[str], bool]]:
+        calls.clear()
+        monkeypatch.setattr(env, "torch_cuda", lambda python: cuda)
+        monkeypatch.setattr(env, "is_installed", lambda requirement: present)
+        env.add_headers("python3", own)
+        return calls
+
+    monkeypatch.setattr(env, "pip_install", pip)
+    assert install("", True, False) == []  # a CPU-only torch
+    assert install("13.0", False, True) == []  # not ours, and it has them
+    for own in (True, False):
+        ((arguments, needed),) = install("13.0", own, own)
+        assert arguments[-1] == env.CUTLASS
+        assert "--no-deps" in arguments
+        assert not needed  # without them the build goes on
+        assert "the Hopper kernels are not built" in capsys.readouterr().out
+
+
+def test_the_headers_installed_are_those_that_the_build_asks_for(env):
+    assert load_script(".ci/build_decisions.py").CUTLASS == env.CUTLASS
+    for name in ("README.md", "CONTRIBUTING.md"):
+        assert f"pip install --no-deps {env.CUTLASS}" in (ROOT / name).read_text()
+
+
+def test_cuda_of_a_torch_is_asked_of_its_python(env, tmp_path, monkeypatch):
+    (tmp_path / "torch").mkdir()
+    torch = tmp_path / "torch/__init__.py"
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    for text, cuda in (("'13.0'", "13.0"), ("None", "")):
+        torch.write_text(f"class version:\n    cuda = {text}\n")
+        assert env.torch_cuda(sys.executable) == cuda
+    torch.write_text("raise ImportError\n")
+    assert env.torch_cuda(sys.executable) == ""
 
 
 def test_installed_requirements_are_recognised(env):
@@ -114,7 +157,14 @@ esac
 @MAKE
 def test_make_follows_the_version_and_deleted_sources(tmp_path):
     (tmp_path / "Makefile").write_text((ROOT / "Makefile").read_text())
-    for name in ("csrc/ops/a.cpp", "csrc/ops/b.cpp", "tpkernels/_version.py", "setup.py", "python"):
+    for name in (
+        "csrc/ops/a.cpp",
+        "csrc/ops/b.cpp",
+        "tpkernels/_version.py",
+        "setup.py",
+        ".ci/build_decisions.py",
+        "python",
+    ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(FAKE_PYTHON)
     (tmp_path / "python").chmod(0o755)
@@ -138,50 +188,14 @@ def test_make_follows_the_version_and_deleted_sources(tmp_path):
     assert builds() == 2
     os.utime(tmp_path / "tpkernels/_version.py", (1e9, 1e9))
     assert builds() == 2
-    (tmp_path / "csrc/ops/b.cpp").unlink()
+    (tmp_path / ".ci/build_decisions.py").touch()
     assert builds() == 3
+    os.utime(tmp_path / ".ci/build_decisions.py", (1e9, 1e9))
+    (tmp_path / "csrc/ops/b.cpp").unlink()
+    assert builds() == 4
 
 
-# --- the checks of CI ----------------------------------------------------------------------------------------
-
-PTXAS = """\
-ptxas info    : Compiling entry function '_Z4gemm' for 'sm_80'
-ptxas info    : Function properties for _Z4gemm
-    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
-ptxas info    : Used 128 registers, used 1 barriers, 400 bytes cmem[0]
-ptxas info    : Compiling entry function '_Z4gemm' for 'sm_90'
-    16 bytes stack frame, 8 bytes spill stores, 12 bytes spill loads
-ptxas info    : Used 255 registers
-"""
-
-
-def test_spills_and_lost_performance_are_found():
-    check = load_script(".ci/check_cuda.py")
-    assert [(k.arch, k.registers, k.spilled) for k in check.parse_report(PTXAS)] == [
-        ("sm_80", 128, 0),
-        ("sm_90", 255, 20),
-    ]
-    assert check.problems(PTXAS) == ["_Z4gemm spills 20 bytes on sm_90"]
-    warning = "ptxas info : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized"
-    assert any("C7510" in p for p in check.problems(PTXAS + warning))
-    assert check.problems("ptxas info : (C7516) something else\n" + PTXAS) == check.problems(PTXAS)
-    assert "no ptxas report" in check.problems("")[0]
-
-
-def test_kernels_missing_from_an_incremental_log_are_found(tmp_path):
-    check = load_script(".ci/check_cuda.py")
-    a, b, c = (str(tmp_path / name) for name in ("a.cu", "b.cu", "c.cpp"))
-    log = f"[1/3] /x/nvcc -MD -c -c {a} -o a.o -O3\n{PTXAS}[2/3] /x/c++ -c -c {c} -o c.o\nbuilding\n"
-    assert check.unreported(log, [a]) == []
-    assert check.unreported(log, [a, b]) == [b]
-    again = f"[3/3] /x/nvcc -c {b} -o b.o\nptxas info    : 0 bytes gmem\n"
-    assert check.unreported(log + again, [a, b]) == []
-    (tmp_path / "log").write_text(log)
-    command = [sys.executable, str(ROOT / ".ci/check_cuda.py"), "--complete", str(tmp_path / "log")]
-    assert subprocess.run([*command, a], check=False).returncode == 0
-    result = subprocess.run([*command, a, b], check=False, stdout=-1, text=True)
-    assert result.returncode == 1
-    assert f"no report on {b}" in result.stdout
+# --- .ci/run and cmake ----------------------------------------------------------------------------------------
 
 
 def test_skipped_checks_are_counted_apart_and_the_environment_stays_out(tmp_path):
@@ -238,43 +252,3 @@ def test_thread_sanitizer_that_does_not_run_is_left_out(tmp_path):
     tests = (tmp_path / "build/CTestTestfile.cmake").read_text()
     assert "executor_tsan" not in tests
     assert "sm80_kernel" in tests
-
-
-def test_wheel_contents_are_judged():
-    check = load_script(".ci/check_wheel.py")
-    good = ["tpkernels/_C.abi3.so", "tpkernels-0.1.0.dist-info/licenses/LICENSE"]
-    source = ["tpkernels/_C.abi3.so"]
-    assert check.problems(1000, good, source, source) == []
-    assert "60.0 MB" in check.problems(60_000_000, good, [], source)[0]
-    assert "tests/cpu/x.py" in check.problems(1, [*good, "tests/cpu/x.py"], [], source)[0]
-    assert "lacks tpkernels/_host.so" in check.problems(1, good, ["tpkernels/_host.so"], source)[0]
-    kernel = "tpkernels/bench/kernels/x.cu"
-    assert check.problems(1, [*good, kernel], [kernel], [*source, kernel]) == []
-    assert check.problems(1, [*good, kernel], [], [*source, kernel]) == [
-        f"{kernel} does not belong into the wheel"
-    ]
-    stale = check.problems(1, [*good, "tpkernels/gone.py"], source, source)
-    assert stale == ["tpkernels/gone.py is not in the source: rm -rf build/lib*"]
-
-
-def test_library_dependencies_are_judged():
-    check = load_script(".ci/check_libraries.py")
-    dynamic = " 0x1 (NEEDED)  Shared library: [libc10.so]\n 0x1d (RUNPATH)  Library runpath: [$ORIGIN/../torch/lib]\n"
-    assert check.link_problems("x.so", dynamic) == []
-    assert check.link_problems("x.so", dynamic + " 0x1 (NEEDED)  Shared library: [libcuda.so.1]\n")
-    assert check.link_problems("x.so", dynamic.replace("$ORIGIN/../torch", "/home/me/torch"))
-    report = "  Torch ABI:   STABLE\n  Min torch:   2.{}.0\n"
-    assert check.abi_problems("x.so", report.format(11)) == []
-    assert "torch 2.12" in check.abi_problems("x.so", report.format(12))[0]
-    assert check.abi_problems("x.so", report.format(9).replace("STABLE", "UNSTABLE"))
-
-
-def test_build_output_is_shortened():
-    build = load_script(".ci/build.py")
-    line = f"[3/12] c++ -MMD -MF x.o.d -I{ROOT} -c -c {ROOT}/csrc/ops/schemas.cpp -o x.o -O3\n"
-    assert build.shorten(line) == "  [3/12] csrc/ops/schemas.cpp"
-    assert build.shorten("ptxas info    : Used 128 registers\n") is None
-    assert (
-        build.shorten("csrc/ops/x.cpp:3:1: error: expected ';'\n")
-        == "csrc/ops/x.cpp:3:1: error: expected ';'"
-    )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,7 @@ def _run(path: Path, code: str) -> subprocess.CompletedProcess[str]:
 def test_the_required_extension_is_loaded_here():
     assert _extensions.is_loaded("_C")
     assert _extensions.why_not("_C") == ""
-    assert set(_extensions.status()) == {"_C", "_C_sm80", "_host"}
+    assert set(_extensions.status()) == {"_C", "_C_sm80", "_C_sm90a", "_host"}
     for status in _extensions.status().values():
         assert status.loaded or status.reason, f"{status.name} is not loaded and nobody says why"
 
@@ -94,6 +95,48 @@ def test_cuda_extension_is_not_tried_under_a_cpu_only_torch(tmp_path):
     result = _run(path, "import torch\ntorch.version.cuda = None\n" + MULTIPLY)
     assert result.returncode == 0, result.stderr
     assert f"_C_sm80: not loaded, torch {torch.__version__} is a CPU-only build" in result.stdout
+
+
+def test_hopper_kernels_that_do_not_load_are_reported_and_left(tmp_path):
+    path = _package_without(tmp_path, "_C_sm90a")
+    result = _run(path, MULTIPLY)
+    assert result.returncode == 0, result.stderr
+    assert "_C_sm90a: not loaded, it was not built" in result.stdout
+    (path / "tpkernels/_C_sm90a.abi3.so").write_bytes(b"not a library")
+    result = _run(path, MULTIPLY)
+    assert result.returncode == 0, result.stderr
+    line = next(x for x in result.stdout.splitlines() if x.startswith("_C_sm90a"))
+    assert "not loaded" in line
+    assert "_C_sm90a.abi3.so" in line or "CPU-only" in line
+
+
+def test_hopper_kernels_are_attached_to_the_ops_that_call_them(monkeypatch):
+    attached = []
+    ops = types.SimpleNamespace(sm90a_entry=lambda: 4711, attach_sm90a=attached.append)
+    monkeypatch.setattr(torch.ops, "tpkernels", ops)
+    loaded = _extensions.ExtensionStatus("_C_sm90a", True, PACKAGE / "_C_sm90a.abi3.so")
+    monkeypatch.setattr(_extensions, "_load_cuda", lambda name: loaded)
+    monkeypatch.setitem(
+        _extensions._statuses, "_C_sm80", _extensions.ExtensionStatus("_C_sm80", True, PACKAGE)
+    )
+    assert _extensions._load_hopper("_C_sm90a") == loaded
+    assert attached == [4711]
+
+    monkeypatch.setitem(
+        _extensions._statuses, "_C_sm80", _extensions.ExtensionStatus("_C_sm80", False, None, "no nvcc")
+    )
+    status = _extensions._load_hopper("_C_sm90a")
+    assert not status.loaded
+    assert status.reason == "_C_sm80, which calls its kernels, is not loaded (no nvcc)"
+    assert attached == [4711]
+
+    monkeypatch.setitem(
+        _extensions._statuses, "_C_sm80", _extensions.ExtensionStatus("_C_sm80", True, PACKAGE)
+    )
+    del ops.sm90a_entry
+    status = _extensions._load_hopper("_C_sm90a")
+    assert not status.loaded
+    assert "sm90a_entry" in status.reason
 
 
 def test_without_the_required_extension_the_build_command_is_named(tmp_path):

@@ -171,16 +171,20 @@ def test_build_info_is_json() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"b": torch.ones(1, 4, 5)}, "b must have shape .* = .1, 3, 5., but it has shape .1, 4, 5."),
+        ({"b": torch.ones(1, 4, 5)}, "b must have as many rows as a has columns .K = 3., but it has 4."),
+        ({"b": torch.ones(2, 3, 5)}, "b must have the batch size of a, 1, but it has 2: expand it"),
         ({"a": torch.ones(2, 3)}, "a must have shape .batch, M, K., but it has shape .2, 3."),
         ({"b": torch.ones(1, 3, 5).double()}, "b must have the dtype of a, Float, but it is Double"),
-        ({"out": torch.ones(1, 1, 5).expand(1, 2, 5)}, "out must have memory for every element"),
+        (
+            {"out": torch.ones(1, 1, 5).expand(1, 2, 5)},
+            "out must not be broadcast .its stride along dimension 1 is 0.",
+        ),
         ({"out": torch.ones(1, 2, 6)}, "out must have shape"),
         ({"bias": torch.ones(4)}, "bias must have shape .N. = .5., but it has shape .4."),
         ({"preact": torch.ones(1, 2, 5).half()}, "preact must have the dtype of out"),
         ({"activation": "swish"}, "activation must be one of none, relu"),
         ({"schedule": "foo"}, "schedule must be one of data_parallel"),
-        ({"workers": -1}, "workers must not be negative"),
+        ({"workers": -1}, "workers must be 0 .as many as fit. or more, but it is -1."),
         ({"schedule": "split_k", "splits": 0}, "splits must (lie between 1 and|be at least 1)"),
         ({"a": torch.ones(1, 2, 3).int(), "b": torch.ones(1, 3, 5).int()}, "a must be float64, float32"),
     ],

@@ -165,6 +165,10 @@ def _streamk_fake(
     workers: int = 0,
     splits: int = 1,
     tile: str = "",
+    gate: Tensor | None = None,
+    residual: Tensor | None = None,
+    alpha: float = 1.0,
+    multiprocessors: int = 0,
 ) -> None:
     """The kernel writes into ``out`` and ``preact`` and returns nothing."""
 

@@ -48,8 +48,29 @@ void store(const MatrixView& view, const TileBounds& t, Acc* acc, int64_t ld) {
 }
 
 template <typename Acc>
-void add_old(const MatrixView& view, const TileBounds& t, Acc* acc, int64_t ld) {
+void add(const MatrixView& view, const TileBounds& t, Acc* acc, int64_t ld) {
   for_each(view, t, acc, ld, [](Acc& sum, const auto& element) { sum += convert<Acc>(element); });
+}
+
+// Calls f with the activation as a function of Acc.
+template <typename Acc, typename F>
+void with_activation(Activation activation, F&& f) {
+  constexpr Acc kHalf = Acc(0.5);
+  switch (activation) {
+    case Activation::kNone:
+      return f([](Acc x) { return x; });
+    case Activation::kRelu:  // not max: NaN stays NaN
+      return f([](Acc x) { return x < 0 ? Acc(0) : x; });
+    case Activation::kSilu:
+      return f([](Acc x) { return x / (Acc(1) + std::exp(-x)); });
+    case Activation::kGelu:
+      return f([](Acc x) { return kHalf * x * (Acc(1) + std::erf(x * Acc(0.70710678118654752))); });
+    case Activation::kGeluTanh:
+      return f([](Acc x) {
+        const Acc inner = Acc(0.79788456080286536) * (x + Acc(0.044715) * x * x * x);
+        return kHalf * x * (Acc(1) + std::tanh(inner));
+      });
+  }
 }
 
 template <typename Acc, typename F>
@@ -61,41 +82,42 @@ void apply(const TileBounds& t, Acc* acc, int64_t ld, F&& f) {
 
 template <typename Acc>
 void activate(Activation activation, const TileBounds& t, Acc* acc, int64_t ld) {
-  constexpr Acc kHalf = Acc(0.5);
-  switch (activation) {
-    case Activation::kNone:
-      return;
-    case Activation::kRelu:  // not max: NaN stays NaN
-      return apply(t, acc, ld, [](Acc x) { return x < 0 ? Acc(0) : x; });
-    case Activation::kSilu:
-      return apply(t, acc, ld, [](Acc x) { return x / (Acc(1) + std::exp(-x)); });
-    case Activation::kGelu:
-      return apply(t, acc, ld,
-                   [](Acc x) { return kHalf * x * (Acc(1) + std::erf(x * Acc(0.70710678118654752))); });
-    case Activation::kGeluTanh:
-      return apply(t, acc, ld, [](Acc x) {
-        const Acc inner = Acc(0.79788456080286536) * (x + Acc(0.044715) * x * x * x);
-        return kHalf * x * (Acc(1) + std::tanh(inner));
-      });
-  }
+  if (activation == Activation::kNone) return;
+  with_activation<Acc>(activation, [&](auto f) { apply(t, acc, ld, f); });
+}
+
+// acc *= activation(mul).
+template <typename Acc>
+void multiply_activated(Activation activation, const MatrixView& mul, const TileBounds& t, Acc* acc,
+                        int64_t ld) {
+  with_activation<Acc>(activation, [&](auto f) {
+    for_each(mul, t, acc, ld, [&](Acc& sum, const auto& element) { sum *= f(convert<Acc>(element)); });
+  });
 }
 
 }  // namespace
 
 template <typename Acc>
-void epilogue(const GemmArgs& args, const TileBounds& tile, Acc* acc, int64_t ld) {
+void epilogue(const GemmArgs& args, const MatrixView& mul, const TileBounds& tile, Acc* acc, int64_t ld) {
+  const Acc alpha = static_cast<Acc>(args.alpha);
+  if (alpha != Acc(1)) apply(tile, acc, ld, [=](Acc x) { return alpha * x; });
   if (args.bias.data != nullptr) {
     MatrixView rows = args.bias;  // the same for every batch and row
     rows.stride[0] = rows.stride[1] = 0;
-    add_old(rows, tile, acc, ld);
+    add(rows, tile, acc, ld);
   }
   if (args.preact.data != nullptr) store(args.preact, tile, acc, ld);
-  activate(args.activation, tile, acc, ld);
-  if (args.accumulate) add_old(args.out, tile, acc, ld);
+  if (mul.data != nullptr) {
+    multiply_activated(args.activation, mul, tile, acc, ld);
+  } else {
+    activate(args.activation, tile, acc, ld);
+  }
+  if (args.residual.data != nullptr) add(args.residual, tile, acc, ld);
+  if (args.accumulate) add(args.out, tile, acc, ld);
   store(args.out, tile, acc, ld);
 }
 
-template void epilogue<float>(const GemmArgs&, const TileBounds&, float*, int64_t);
-template void epilogue<double>(const GemmArgs&, const TileBounds&, double*, int64_t);
+template void epilogue<float>(const GemmArgs&, const MatrixView&, const TileBounds&, float*, int64_t);
+template void epilogue<double>(const GemmArgs&, const MatrixView&, const TileBounds&, double*, int64_t);
 
 }  // namespace tpk::cpu

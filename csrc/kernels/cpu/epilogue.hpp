@@ -16,9 +16,11 @@ struct TileBounds {
   int64_t columns;
 };
 
-// In order: + bias, store of the pre-activation, activation, + old output, one rounding, store of the output.
-// acc[rows][ld] is scratch afterwards.
+// In order: * alpha, + bias, store of the pre-activation, activation, + residual, + old output, one rounding,
+// store of the output. mul, if it has data, is alpha * (a * gate) for the whole output, of type Acc: the
+// activation applies to it instead, and the product is multiplied by the result. acc[rows][ld] is scratch
+// afterwards.
 template <typename Acc>
-void epilogue(const GemmArgs& args, const TileBounds& tile, Acc* acc, int64_t ld);
+void epilogue(const GemmArgs& args, const MatrixView& mul, const TileBounds& tile, Acc* acc, int64_t ld);
 
 }  // namespace tpk::cpu

@@ -31,8 +31,9 @@ Operand operand(const MatrixView& view, int64_t batch, int64_t row, int64_t colu
 template <typename Acc>
 class Executor {
  public:
-  Executor(const GemmArgs& args, const Plan& plan, std::chrono::milliseconds timeout)
+  Executor(const GemmArgs& args, const MatrixView& mul, const Plan& plan, std::chrono::milliseconds timeout)
       : args_(args),
+        mul_(mul),
         plan_(plan),
         timeout_(timeout),
         multiply_(select_multiply<Acc>(args.a.dtype)),
@@ -63,7 +64,7 @@ class Executor {
             continue;
           }
           fix_up(s, tile, acc);
-          epilogue(args_, tile, acc, ld_);
+          epilogue(args_, mul_, tile, acc, ld_);
         }
       }
     } catch (...) {
@@ -130,6 +131,7 @@ class Executor {
   }
 
   const GemmArgs& args_;
+  const MatrixView& mul_;
   const Plan& plan_;
   const std::chrono::milliseconds timeout_;
   const Multiply<Acc> multiply_;
@@ -144,8 +146,8 @@ class Executor {
 };
 
 template <typename Acc>
-void run(const GemmArgs& args, const Plan& plan, const ExecutorOptions& options) {
-  Executor<Acc> executor(args, plan, options.timeout);
+void run(const GemmArgs& args, const MatrixView& mul, const Plan& plan, const ExecutorOptions& options) {
+  Executor<Acc> executor(args, mul, plan, options.timeout);
   const int64_t threads = max64(1, min64(options.threads, plan.schedule.workers));
   if (threads == 1) {
     executor.work();
@@ -153,6 +155,22 @@ void run(const GemmArgs& args, const Plan& plan, const ExecutorOptions& options)
     options.launch(threads, [&] { executor.work(); });
   }
   executor.rethrow();
+}
+
+// The product with the gate first, unrounded; the other one's epilogue multiplies by its activation.
+template <typename Acc>
+void run_all(const GemmArgs& args, const Plan& plan, const ExecutorOptions& options) {
+  if (args.gate.data == nullptr) return run<Acc>(args, {}, plan, options);
+  const Problem& p = args.problem;
+  const std::unique_ptr<Acc[]> scratch(new Acc[p.batch * p.m * p.n]);
+  GemmArgs gate;
+  gate.problem = p;
+  gate.a = args.a;
+  gate.b = args.gate;
+  gate.alpha = args.alpha;
+  gate.out = {scratch.get(), sizeof(Acc) == 8 ? DType::kFloat64 : DType::kFloat32, {p.m * p.n, p.n, 1}};
+  run<Acc>(gate, {}, plan, options);
+  run<Acc>(args, gate.out, plan, options);
 }
 
 }  // namespace
@@ -166,9 +184,9 @@ void launch_threads(int64_t threads, const std::function<void()>& body) {
 void streamk_gemm(const GemmArgs& args, const Plan& plan, const ExecutorOptions& options) {
   if (plan.order.size() == 0) return;
   if (args.a.dtype == DType::kFloat64) {
-    run<double>(args, plan, options);
+    run_all<double>(args, plan, options);
   } else {
-    run<float>(args, plan, options);
+    run_all<float>(args, plan, options);
   }
 }
 

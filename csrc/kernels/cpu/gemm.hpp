@@ -7,11 +7,12 @@
 #include <string_view>
 
 #include "host/plan.hpp"
+#include "kernels/gemm_types.hpp"
 
 namespace tpk::cpu {
 
 enum class DType : int32_t { kFloat64, kFloat32, kBFloat16, kFloat16 };
-enum class Activation : int32_t { kNone, kRelu, kSilu, kGelu, kGeluTanh };
+using tpk::Activation;
 
 // A batch of matrices with any strides, in elements; [batch, rows, columns].
 struct MatrixView {
@@ -20,14 +21,19 @@ struct MatrixView {
   int64_t stride[3] = {0, 0, 0};
 };
 
-// out = activation(a b + bias) [+ out]. a and b have one dtype; sums are fp32, or fp64 if that dtype is.
+// out = activation(alpha a b + bias) [+ residual] [+ out], or, where there is a gate,
+// out = activation(alpha a gate) * (alpha a b) [+ residual] [+ out]: see kernels/gemm_call.hpp. a, b and gate
+// have one dtype; sums are fp32, or fp64 if that dtype is. data of the optional ones may be null.
 struct GemmArgs {
   Problem problem;
-  MatrixView a;       // [batch, m, k]
-  MatrixView b;       // [batch, k, n]
-  MatrixView bias;    // [n] in stride[2]; data may be null
-  MatrixView out;     // [batch, m, n]
-  MatrixView preact;  // a b + bias, rounded to its dtype; data may be null
+  MatrixView a;         // [batch, m, k]
+  MatrixView b;         // [batch, k, n]
+  MatrixView gate;      // [batch, k, n]; without bias and preact
+  MatrixView bias;      // [n] in stride[2]
+  MatrixView residual;  // [batch, m, n]; may be out
+  MatrixView out;       // [batch, m, n]
+  MatrixView preact;    // alpha a b + bias, rounded to its dtype
+  double alpha = 1.0;
   Activation activation = Activation::kNone;
   bool accumulate = false;
 };

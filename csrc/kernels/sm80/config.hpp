@@ -4,16 +4,13 @@
 #include <cstdint>
 
 #include "host/problem.hpp"
+#include "kernels/gemm_types.hpp"
 
 namespace tpk::sm80 {
 
-// Type of the operands; the accumulator is always fp32.
-enum class Element : int32_t { kBf16, kFp16 };
-
-// Type of bias, output and pre-activation: chosen at run time, they are touched once per tile.
-enum class ScalarKind : int32_t { kBf16, kFp16, kFp32 };
-
-enum class Activation : int32_t { kNone, kRelu, kSilu, kGelu, kGeluTanh };
+using tpk::Activation;
+using tpk::Element;
+using tpk::ScalarKind;
 
 // How an operand lies in memory. "Outer" is M for A and N for B.
 //   kKMajor      K is contiguous and 16-byte loads are possible

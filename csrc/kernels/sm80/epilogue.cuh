@@ -1,5 +1,5 @@
-// Epilogue: fp32 tile -> + bias -> pre-activation out -> activation -> + old output -> one rounding ->
-// output.
+// Epilogue: fp32 tile -> * alpha -> + bias -> pre-activation out -> activation, or * activation of mul ->
+// + residual -> + old output -> one rounding -> output.
 //
 // The tile goes through shared memory, so that each thread holds four neighbouring columns of a row and a
 // warp stores whole lines, and so that the arithmetic is one short loop rather than unrolled over
@@ -26,8 +26,6 @@ __device__ __forceinline__ float activate(Activation kind, float x) {
   }
   return x;
 }
-
-TPK_HD constexpr int bytes_of(ScalarKind kind) { return kind == ScalarKind::kFp32 ? 4 : 2; }
 
 __device__ __forceinline__ float load_scalar(ScalarKind kind, const void* p) {
   if (kind == ScalarKind::kFp32) return *static_cast<const float*>(p);
@@ -83,6 +81,15 @@ __device__ __forceinline__ void store_columns(ScalarKind kind, const Output& t, 
   }
 }
 
+// v += four columns of a row of t.
+__device__ __forceinline__ void add_columns(ScalarKind kind, const Output& t, const char* p, int count,
+                                            float (&v)[4]) {
+  float x[4];
+  load_columns(kind, t, p, count, x);
+#pragma unroll
+  for (int j = 0; j < 4; ++j) v[j] += x[j];
+}
+
 // Accumulators of all warps to the fp32 tile in shared memory.
 template <class Tile>
 __device__ __forceinline__ void stage_tile(const Accumulators<Tile>& acc, float* staged, int lane, int warp_m,
@@ -132,26 +139,34 @@ __device__ __forceinline__ void store_tile(const GemmParams& p, const WorkItem& 
   };
   char* out = start(p.out);
   char* preact = start(p.preact);
+  const char* residual = start(p.residual);
+  const char* mul = start(p.mul);
   const bool has_preact = p.preact.data != nullptr;
 
 #pragma unroll 1
   for (int row = first_row; row < rows; row += kRowsPerPass) {
     const float4 x = *reinterpret_cast<const float4*>(staged + output_offset<Tile::kBN>(row, col));
-    float v[kColumns] = {x.x + bias[0], x.y + bias[1], x.z + bias[2], x.w + bias[3]};
+    float v[kColumns] = {p.alpha * x.x + bias[0], p.alpha * x.y + bias[1], p.alpha * x.z + bias[2],
+                         p.alpha * x.w + bias[3]};
     if (has_preact) {
       store_columns(p.out_kind, p.preact, preact, count, v);
       preact += p.preact.row_stride * kRowsPerPass;
     }
-    if (p.activation != Activation::kNone) {
+    if (p.mul.data != nullptr) {
+      float gate[kColumns];
+      load_columns(ScalarKind::kFp32, p.mul, mul, count, gate);
+#pragma unroll
+      for (int j = 0; j < kColumns; ++j) v[j] *= activate(p.activation, gate[j]);
+      mul += p.mul.row_stride * kRowsPerPass;
+    } else if (p.activation != Activation::kNone) {
 #pragma unroll
       for (int j = 0; j < kColumns; ++j) v[j] = activate(p.activation, v[j]);
     }
-    if (p.accumulate) {
-      float old[kColumns];
-      load_columns(p.out_kind, p.out, out, count, old);
-#pragma unroll
-      for (int j = 0; j < kColumns; ++j) v[j] += old[j];
+    if (p.residual.data != nullptr) {
+      add_columns(p.residual_kind, p.residual, residual, count, v);
+      residual += p.residual.row_stride * kRowsPerPass;
     }
+    if (p.accumulate) add_columns(p.out_kind, p.out, out, count, v);
     store_columns(p.out_kind, p.out, out, count, v);
     out += p.out.row_stride * kRowsPerPass;
   }

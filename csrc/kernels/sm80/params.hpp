@@ -17,7 +17,7 @@ struct Operand {
   int64_t k_stride = 0;
 };
 
-// Strides in bytes. data is null if there is none.
+// A matrix that the epilogue reads or writes. Strides in bytes. data is null if there is none.
 struct Output {
   void* data = nullptr;
   int64_t batch_stride = 0;
@@ -31,12 +31,16 @@ struct GemmParams {
   Operand b;
   Output out;
   Output preact;
+  Output residual;  // read only
+  Output mul;       // read only, fp32: alpha * (A * gate), whose activation the product is multiplied by
   const void* bias = nullptr;
   int64_t bias_stride = 0;  // bytes
   Problem problem;
   ScalarKind out_kind = ScalarKind::kBf16;  // of preact too
   ScalarKind bias_kind = ScalarKind::kBf16;
-  Activation activation = Activation::kNone;
+  ScalarKind residual_kind = ScalarKind::kBf16;
+  float alpha = 1.0f;
+  Activation activation = Activation::kNone;  // of mul alone, where there is one
   bool accumulate = false;
 
   uint32_t* ticket = nullptr;  // zero before the launch

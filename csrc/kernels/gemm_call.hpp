@@ -1,0 +1,75 @@
+// One call of a GPU product, as the op hands it to the kernels of an architecture. Pure C++: no torch, so that
+// libraries with different kernels share it and a test can make one by hand.
+//
+//   v   = alpha * (A * B)                          fp32
+//   v  += addends, one after another               see kernels/gemm_hooks.hpp
+//   v  += bias                                     pre-activation, stored as preact if asked for
+//   v   = activation(v)
+//   v   = activation(alpha * (A * gate)) * v       where there is a gate; bias and preact are refused then,
+//                                                  and the activation applies to the gate alone
+//   v  += residual
+//   v  += out                                      where accumulate is set
+//   out = v                                        one rounding
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string_view>
+
+#include "host/problem.hpp"
+#include "kernels/gemm_hooks.hpp"
+#include "kernels/gemm_types.hpp"
+
+namespace tpk {
+
+// [batch, rows, cols] in device memory; strides in elements, not negative. data is null if there is none.
+struct Matrix {
+  void* data = nullptr;
+  int64_t batch_stride = 0;
+  int64_t row_stride = 0;
+  int64_t col_stride = 0;
+  ScalarKind kind = ScalarKind::kBf16;  // of operands too: the element
+};
+
+struct GemmCall {
+  Problem problem;  // n: columns of out, and of each of b and gate
+  Element element = Element::kBf16;
+  Matrix a;         // [batch, M, K]
+  Matrix b;         // [batch, K, N]
+  Matrix gate;      // [batch, K, N]
+  Matrix bias;      // [N]: only col_stride counts
+  Matrix residual;  // [batch, M, N]
+  Matrix out;       // [batch, M, N]
+  Matrix preact;    // [batch, M, N], kind of out
+  float alpha = 1.0f;
+  Activation activation = Activation::kNone;
+  bool accumulate = false;
+
+  // The plan that is asked for: see host/schedule_builder.hpp. tile "" means the cheapest.
+  std::string_view schedule = "auto";
+  std::string_view tile;
+  int64_t workers = 0;
+  int64_t splits = 1;
+
+  const GemmHooks* hooks = nullptr;  // null: none
+
+  int device = 0;
+  int multiprocessors = 0;  // of the device, or fewer to leave some free
+  uint64_t timeout_ns = 0;  // bound of every wait inside the kernel
+};
+
+// Workspace of one call, on its stream; valid until the kernel has run. Called at most once. Null: no memory.
+struct Allocator {
+  void* (*allocate)(void* context, int64_t bytes) = nullptr;
+  void* context = nullptr;
+};
+
+// What became of a call. Refused: nothing was launched, another kernel has to take it. The message is a
+// sentence without the op's name.
+enum class GemmOutcome : int32_t { kDone = 0, kRefused = 1, kFailed = 2 };
+
+// An architecture's way in. stream is a cudaStream_t. Never throws.
+using GemmEntry = GemmOutcome (*)(const GemmCall& call, void* stream, const Allocator& allocator,
+                                  char* message, size_t message_bytes);
+
+}  // namespace tpk

@@ -1,0 +1,89 @@
+// Compile-time choices of the Hopper Stream-K kernel. Pure C++: shared by kernel, launcher, planner and CPU
+// tests.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "host/problem.hpp"
+#include "kernels/gemm_types.hpp"
+
+namespace tpk::sm90a {
+
+// How an operand lies in memory; "outer" is M for A and N for B. TMA takes both, wgmma reads both. Anything
+// else goes to the portable kernel.
+enum class Major : int32_t { kK, kOuter };
+
+// CTAs of a cluster: two along M share B, two along N share A, by multicast of each other's loads.
+struct ClusterShape {
+  int32_t m = 1;
+  int32_t n = 1;
+  constexpr int32_t size() const { return m * n; }
+};
+inline constexpr ClusterShape kClusterShapes[] = {{2, 1}, {1, 2}, {1, 1}};
+constexpr int kNumClusterShapes = 3;
+
+constexpr int kElementBytes = 2;
+constexpr int kSwizzleBytes = 128;                          // rows of a swizzled box
+constexpr int kBK = kSwizzleBytes / kElementBytes;          // 64 elements of K per iteration
+constexpr int kChunkOuter = kSwizzleBytes / kElementBytes;  // columns of a box of an outer-major operand
+constexpr int kWarpgroup = 128;                             // threads
+constexpr int kConsumers = 2;                               // warpgroups that multiply
+constexpr int kThreads = kWarpgroup * (1 + kConsumers);     // and one that loads
+constexpr int kStagingBytes = 2 * 2048;                     // of a consumer warp: two boxes of 16 rows x 128 bytes
+constexpr int kSharedLimit = 232448;                        // 227 KiB
+
+// A CTA computes tiles of kBM x kBN. Cooperative: its two consumer warpgroups share a tile, half the rows
+// each. Pingpong: they take tiles in turn, so that the epilogue of one runs under the main loop of the other.
+template <int BM, int BN, int Stages, bool Pingpong>
+struct TileConfig {
+  static constexpr int kBM = BM;
+  static constexpr int kBN = BN;
+  static constexpr int kStages = Stages;
+  static constexpr bool kPingpong = Pingpong;
+
+  static constexpr int kRows = Pingpong ? BM : BM / kConsumers;  // of a consumer warpgroup
+  static constexpr int kBlocks = kRows / 64;                     // wgmma computes 64 rows
+  static constexpr int kBlockAccumulators = BN / 2;              // fp32 registers of a thread for 64 x BN
+  static constexpr int kAccumulators = kBlocks * kBlockAccumulators;
+
+  static constexpr int kBytesA = BM * kBK * kElementBytes;  // of one stage
+  static constexpr int kBytesB = BN * kBK * kElementBytes;
+  static constexpr int kStageBytes = kBytesA + kBytesB;
+
+  // setmaxnreg: one warpgroup at kProducerRegisters and two at kConsumerRegisters share 64 Ki registers.
+  static constexpr int kProducerRegisters = kAccumulators > 128 ? 24 : 72;
+  static constexpr int kConsumerRegisters = kAccumulators > 128 ? 240 : 216;
+
+  static_assert(kRows % 64 == 0, "wgmma computes blocks of 64 rows.");
+  static_assert(BN % 64 == 0 && BN <= 256, "Boxes of an outer-major B are 64 columns wide; wgmma takes 256.");
+  static_assert(kAccumulators <= 192, "More accumulators would spill.");
+};
+
+enum class TileId : int32_t { k128x256, k256x128, k256x192, k128x192, k128x128 };
+using Tile128x256 = TileConfig<128, 256, 4, false>;
+using Tile256x128 = TileConfig<256, 128, 4, false>;
+using Tile256x192 = TileConfig<256, 192, 3, false>;
+using Tile128x192 = TileConfig<128, 192, 4, true>;
+using Tile128x128 = TileConfig<128, 128, 6, true>;
+
+// In the order of TileId: the tile of one CTA.
+inline constexpr TileShape kTileShapes[] = {
+    {128, 256, kBK}, {256, 128, kBK}, {256, 192, kBK}, {128, 192, kBK}, {128, 128, kBK}};
+inline constexpr bool kIsPingpong[] = {false, false, false, true, true};
+constexpr int kNumTiles = 5;
+
+// The tile of a cluster, which is what schedules count.
+inline TileShape cluster_tile(TileId id, ClusterShape c) {
+  const TileShape& t = kTileShapes[static_cast<int>(id)];
+  return {t.bm * c.m, t.bn * c.n, t.bk};
+}
+
+// "128x256x64" is the tile of a CTA, "128x256x64/2x1" names the cluster too.
+inline std::string name(TileId id, ClusterShape c) {
+  const TileShape& t = kTileShapes[static_cast<int>(id)];
+  return std::to_string(t.bm) + "x" + std::to_string(t.bn) + "x" + std::to_string(t.bk) + "/" +
+         std::to_string(c.m) + "x" + std::to_string(c.n);
+}
+
+}  // namespace tpk::sm90a

@@ -1,0 +1,245 @@
+// From a GemmCall to a launch: operands, plan, tensor maps, workspace. No host synchronisation, nothing kept
+// between calls but facts and plans, so that it can be captured into CUDA graphs and used on several streams and
+// devices at once.
+#include "kernels/sm90a/entry.hpp"
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <limits>
+#include <optional>
+#include <stdexcept>
+#include <string>
+
+#include "kernels/sm90a/clear.hpp"
+#include "kernels/sm90a/device.hpp"
+#include "kernels/sm90a/operands.hpp"
+#include "kernels/sm90a/params.hpp"
+#include "kernels/sm90a/tensor_map.hpp"
+
+namespace tpk::sm90a {
+namespace {
+
+// Nothing is wrong, but another kernel has to do it.
+struct Refusal {
+  std::string sentence;
+};
+
+struct Operands {
+  OperandView a;
+  OperandView b;
+  OperandView gate;
+};
+
+OperandView take_operand(const char* name, const std::optional<OperandView>& view) {
+  if (view) return *view;
+  throw Refusal{std::string(name) +
+                " cannot be loaded by TMA: it takes one contiguous dimension, the other strides multiples of 16 "
+                "bytes, and an address that is one."};
+}
+
+Operands read_operands(const GemmCall& c) {
+  const Problem& p = c.problem;
+  constexpr int64_t kMost = std::numeric_limits<int32_t>::max() - 1024;  // coordinates are 32-bit
+  if (p.k == 0) throw Refusal{"K is 0, which leaves nothing to load."};
+  if (p.m > kMost || p.n > kMost || p.k > kMost || p.batch > kMost) {
+    throw Refusal{"M, N, K and batch must stay below 2^31 - 1024."};
+  }
+  Operands o;
+  o.a = take_operand("a", view_operand(c.a, p.batch, p.m, c.a.row_stride, p.k, c.a.col_stride));
+  const auto view_b = [&](const Matrix& m) {
+    return view_operand(m, p.batch, p.n, m.col_stride, p.k, m.row_stride);
+  };
+  o.b = take_operand("b", view_b(c.b));
+  if (c.gate.data != nullptr) {
+    o.gate = take_operand("gate", view_b(c.gate));
+    if (o.gate.major != o.b.major || o.gate.batch_step != o.b.batch_step) {
+      throw Refusal{"gate must lie in memory as b does: the same dimension contiguous, broadcast in both or neither."};
+    }
+  }
+  return o;
+}
+
+// A stride that is never multiplied by anything but 0 does not matter, whatever it says.
+Output output_of(const Matrix& m, const Problem& p) {
+  const int64_t bytes = bytes_of(m.kind);
+  return {m.data, p.batch > 1 ? m.batch_stride * bytes : 0, p.m > 1 ? m.row_stride * bytes : 0,
+          m.col_stride * bytes, view_output(m, p.batch, p.m, p.n).has_value()};
+}
+
+Addend addend_of(const Matrix& m, const Problem& p) {
+  const Output o = output_of(m, p);
+  Addend a;
+  a.data = o.data;
+  a.batch_stride = o.batch_stride;
+  a.row_stride = o.row_stride;
+  a.col_stride = o.col_stride;
+  a.kind = m.kind;
+  return a;
+}
+
+// Boxes of an operand's stage: `extent` of the tile, shared with the cluster's other CTA or not.
+CUtensorMap operand_map(const OperandView& o, Element element, int64_t extent, bool halves) {
+  const auto kind = element == Element::kBf16 ? ScalarKind::kBf16 : ScalarKind::kFp16;
+  if (o.major == Major::kK) {
+    return encode_tensor_map(o.tensor, kind, kBK, static_cast<uint32_t>(halves ? extent / 2 : extent));
+  }
+  return encode_tensor_map(o.tensor, kind, kChunkOuter, kBK);
+}
+
+void fill_maps(GemmParams& p, const GemmCall& c, const Operands& o, const GemmPlan& plan) {
+  const TileShape& tile = kTileShapes[static_cast<int>(plan.tile)];
+  const bool share_a = plan.cluster.n > 1;
+  const bool share_b = plan.cluster.m > 1;
+  // What is shared is loaded in halves of the rows, or, outer-major, in halves of K.
+  const auto half_k = [&](const OperandView& v, bool shared) {
+    return v.major == Major::kOuter && shared;
+  };
+  const auto kind = c.element == Element::kBf16 ? ScalarKind::kBf16 : ScalarKind::kFp16;
+  p.map_a = half_k(o.a, share_a) ? encode_tensor_map(o.a.tensor, kind, kChunkOuter, kBK / 2)
+                                 : operand_map(o.a, c.element, tile.bm, share_a);
+  const auto map_b = [&](const OperandView& v) {
+    return half_k(v, share_b) ? encode_tensor_map(v.tensor, kind, kChunkOuter, kBK / 2)
+                              : operand_map(v, c.element, tile.bn, share_b || p.gated);
+  };
+  p.map_b = map_b(o.b);
+  if (p.gated) p.map_gate = map_b(o.gate);
+  p.batch_step_a = o.a.batch_step;
+  p.batch_step_b = o.b.batch_step;
+
+}
+
+void fill_epilogue(GemmParams& p, const GemmCall& c) {
+  const Problem& q = c.problem;
+  p.out_kind = c.out.kind;
+  p.out = output_of(c.out, q);
+  if (c.preact.data != nullptr) p.preact = output_of(c.preact, q);
+  p.bias = c.bias.data;
+  p.bias_kind = c.bias.kind;
+  p.bias_stride = c.problem.n > 1 ? c.bias.col_stride * bytes_of(c.bias.kind) : 0;
+  p.activation = c.activation;
+  p.alpha = c.alpha;
+  const auto view = view_output(c.out, q.batch, q.m, q.n);
+  p.reduce = c.accumulate && c.out.kind == ScalarKind::kFp32 && view;
+  if (p.reduce) {
+    constexpr uint32_t kWarpRows = 16;
+    p.map_sum = encode_tensor_map(*view, c.out.kind, kSwizzleBytes / sizeof(float), kWarpRows);
+  }
+  if (c.residual.data != nullptr) p.late[p.num_late++] = addend_of(c.residual, c.problem);
+  if (c.accumulate && !p.reduce) p.late[p.num_late++] = addend_of(c.out, c.problem);
+  if (c.hooks != nullptr) p.hooks = *c.hooks;
+  p.plain = p.out.aligned && q.n * bytes_of(c.out.kind) % 16 == 0 && !p.reduce && !p.gated && p.alpha == 1.0f && p.bias == nullptr &&
+            p.preact.data == nullptr && p.activation == Activation::kNone && p.num_late == 0 &&
+            p.hooks.sum.count == 0;
+}
+
+// How many warps will say that they stored rows of each chunk.
+void fill_doorbell_targets(GemmParams& p, const GemmPlan& plan) {
+  DoorbellHook& h = p.hooks.doorbell;
+  if (h.counters == nullptr) return;
+  const TileShape& tile = kTileShapes[static_cast<int>(plan.tile)];
+  const int64_t columns = ceil_div(p.problem.n, p.gated ? tile.bn / 2 : tile.bn);
+  const int64_t warps = kIsPingpong[static_cast<int>(plan.tile)] ? 4 : 4 * kConsumers;
+  int64_t begin = 0;
+  for (int32_t c = 0; c < h.num_chunks; ++c) {
+    const int64_t end = std::min<int64_t>(h.row_end[c], p.problem.m);
+    const int64_t rows = end > begin ? ceil_div(end, tile.bm) - begin / tile.bm : 0;
+    h.target[c] = static_cast<uint32_t>(rows * columns * warps);
+    begin = std::max(begin, end);
+  }
+}
+
+// Workspace of the call: [ticket | flags | partials], only where tiles are split. The first two start at zero.
+void fill_workspace(GemmParams& p, const GemmPlan& plan, const Allocator& allocator, cudaStream_t stream) {
+  const int64_t slots = p.schedule.num_slots;
+  if (slots == 0) return;
+  constexpr int64_t kLine = 256;
+  const TileShape& tile = kTileShapes[static_cast<int>(plan.tile)];
+  const int64_t parts = plan.cluster.size() * (kIsPingpong[static_cast<int>(plan.tile)] ? 1 : kConsumers);
+  const int64_t flag_bytes = ceil_div(slots * parts * 4, kLine) * kLine;
+  const int64_t slot_bytes = plan.cluster.size() * tile.bm * tile.bn * static_cast<int64_t>(sizeof(float));
+  const int64_t bytes = kLine + flag_bytes + slots * slot_bytes + kLine;
+  auto base = reinterpret_cast<uintptr_t>(allocator.allocate(allocator.context, bytes));
+  if (base == 0) {
+    throw std::runtime_error("no memory for a workspace of " + std::to_string(bytes) +
+                             " bytes: free some, or use schedule 'data_parallel', which needs none.");
+  }
+  base = (base + kLine - 1) / kLine * kLine;
+  p.ticket = reinterpret_cast<uint32_t*>(base);
+  p.flags = reinterpret_cast<uint32_t*>(base + kLine);
+  p.partials = reinterpret_cast<float*>(base + kLine + flag_bytes);
+  auto* words = reinterpret_cast<void*>(base);
+  int count = static_cast<int>((kLine + flag_bytes) / 16);
+  void* arguments[] = {&words, &count};
+  const ClearLaunch launch(stream);
+  check_cuda(cudaLaunchKernelExC(&launch.config, clear_function(), arguments), "The launch that clears flags");
+}
+
+void launch(const GemmCall& call, cudaStream_t stream, const Allocator& allocator) {
+  const Operands operands = read_operands(call);
+  DeviceCache& cache = DeviceCache::instance();
+  Residency residency = cache.residency(call.device);
+  for (auto& of_tile : residency.clusters) {
+    for (int i = 0; i < kNumClusterShapes; ++i) {
+      of_tile[i] = std::min<int64_t>(of_tile[i], call.multiprocessors / kClusterShapes[i].size());
+    }
+  }
+  const GemmPlan plan = cache.plan(call, residency);
+  const KernelInfo kernel = find_kernel(plan.tile, call.element, operands.a.major, operands.b.major);
+  cache.prepare(call.device, kernel);
+
+  GemmParams p;
+  p.problem = call.problem;
+  p.gated = call.gate.data != nullptr;
+  p.cluster_m = plan.cluster.m;
+  p.cluster_n = plan.cluster.n;
+  p.schedule = plan.plan.schedule;
+  p.order = plan.plan.order;
+  p.timeout_ns = call.timeout_ns;
+  p.fault = cache.fault();
+  fill_maps(p, call, operands, plan);
+  fill_epilogue(p, call);
+  fill_doorbell_targets(p, plan);
+  fill_workspace(p, plan, allocator, stream);
+
+  int cluster_index = 0;
+  for (int i = 0; i < kNumClusterShapes; ++i) {
+    if (kClusterShapes[i].m == plan.cluster.m && kClusterShapes[i].n == plan.cluster.n) cluster_index = i;
+  }
+  const int64_t resident = std::max<int64_t>(1, residency.clusters[static_cast<int>(plan.tile)][cluster_index]);
+  const int64_t clusters = std::min<int64_t>(p.schedule.workers, resident);
+  ClusterLaunch launch(clusters, plan.cluster, kernel.shared_bytes, stream);
+  launch.start_early();
+  void* arguments[] = {&p};
+  check_cuda(cudaLaunchKernelExC(&launch.config, kernel.function, arguments),
+             "The launch of the Hopper Stream-K kernel");
+}
+
+void say(char* message, size_t bytes, const std::string& sentence) {
+  std::snprintf(message, bytes, "%s", sentence.c_str());
+}
+
+}  // namespace
+
+GemmOutcome run_gemm(const GemmCall& call, void* stream, const Allocator& allocator, char* message,
+                     size_t message_bytes) {
+  try {
+    launch(call, static_cast<cudaStream_t>(stream), allocator);
+    return GemmOutcome::kDone;
+  } catch (const Refusal& refusal) {
+    say(message, message_bytes, refusal.sentence);
+    return GemmOutcome::kRefused;
+  } catch (const std::exception& error) {
+    std::string sentence = error.what();
+    try {
+      const std::string fault = fault_sentence(*DeviceCache::instance().fault(), call.timeout_ns);
+      if (!fault.empty()) sentence = "an earlier launch was stopped: " + fault;
+    } catch (const std::exception&) {
+    }
+    say(message, message_bytes, sentence);
+    return GemmOutcome::kFailed;
+  }
+}
+
+}  // namespace tpk::sm90a

@@ -1,0 +1,30 @@
+// From run-time choices to a kernel. Only the launcher includes this: it names every instantiation.
+#pragma once
+
+#include "kernels/sm90a/launch.hpp"
+
+namespace tpk::sm90a {
+
+template <Element kElement>
+KernelInfo find_kernel(TileId tile, Major a, Major b) {
+  switch (tile) {
+    case TileId::k128x256:
+      return kernel_info<Tile128x256, kElement>(a, b);
+    case TileId::k256x128:
+      return kernel_info<Tile256x128, kElement>(a, b);
+    case TileId::k256x192:
+      return kernel_info<Tile256x192, kElement>(a, b);
+    case TileId::k128x192:
+      return kernel_info<Tile128x192, kElement>(a, b);
+    case TileId::k128x128:
+      break;
+  }
+  return kernel_info<Tile128x128, kElement>(a, b);
+}
+
+inline KernelInfo find_kernel(TileId tile, Element element, Major a, Major b) {
+  return element == Element::kBf16 ? find_kernel<Element::kBf16>(tile, a, b)
+                                   : find_kernel<Element::kFp16>(tile, a, b);
+}
+
+}  // namespace tpk::sm90a

@@ -1,0 +1,5 @@
+// bf16 operands, tiles of 256x128, every layout.
+#include "kernels/sm90a/kernel.cuh"
+
+template tpk::sm90a::KernelInfo tpk::sm90a::kernel_info<tpk::sm90a::Tile256x128, tpk::Element::kBf16>(
+    tpk::sm90a::Major, tpk::sm90a::Major);

@@ -1,0 +1,123 @@
+// The Stream-K GEMM for Hopper: D = A * B with wgmma and TMA, fp32 accumulate.
+//
+// Contract. The kernel follows tpk::Schedule. A worker is a cluster of one or two CTAs: it takes a ticket, walks
+// that worker's segments in time order, and takes the next ticket when it is done, so any number of clusters
+// finishes any schedule. A segment that does not end its tile leaves its fp32 partial in a slot; the segment with
+// the tile's last K adds the partials in K order and runs the epilogue. Waits are for lower tickets only (or for
+// other ranks: kernels/gemm_hooks.hpp), and bounded. The result depends on the schedule, not on timing.
+//
+// Roles. Warpgroup 0: one thread schedules, one loads. Warpgroups 1 and 2 multiply and store, together
+// (cooperative) or in turn (pingpong).
+#pragma once
+
+#include "kernels/sm90a/epilogue.cuh"
+#include "kernels/sm90a/fixup.cuh"
+#include "kernels/sm90a/launch.hpp"
+#include "kernels/sm90a/loader.cuh"
+
+namespace tpk::sm90a {
+
+// Named barriers: one of each consumer warpgroup, and the pingpong pair's turns in the main loop.
+constexpr int kOwnBarrier = 1;
+constexpr int kTurnBarrier = 1 + kConsumers;
+
+template <class Tile, Element kElement, Major kMajorA, Major kMajorB>
+__device__ __forceinline__ void run_consumer(const GemmParams& p, SharedStorage<Tile>& s, const ClusterPlace& at,
+                                             int consumer) {
+  // The warpgroup's first row in the CTA's tile.
+  const int row = Tile::kPingpong ? 0 : consumer * Tile::kRows;
+  ItemReader<Tile> items{s, {}};
+  RingPosition<Tile::kStages> stage;
+  Accumulators<Tile> acc;
+
+  wait_for_earlier_kernels();
+  if (Tile::kPingpong && consumer == 1) named_arrive(kTurnBarrier, 2 * kWarpgroup);  // the first turn is 0's
+  const auto release = [&] {
+    __syncwarp();
+    items.release(threadIdx.x % 32 == 0);
+  };
+  while (true) {
+    const WorkItem& item = items.next();
+    const int iters = item.iters;
+    if (iters == 0) break;
+    if (Tile::kPingpong && static_cast<int>(items.count % kConsumers) != consumer) {
+      stage.advance(iters + fixup_iters<Tile>(item));
+      release();
+      continue;
+    }
+    if (Tile::kPingpong) named_sync(kTurnBarrier + consumer, 2 * kWarpgroup);
+    mainloop<Tile, kElement, kMajorA, kMajorB>(acc, s, stage, iters, row, at.size, [&] {
+      if (Tile::kPingpong) named_arrive(kTurnBarrier + 1 - consumer, 2 * kWarpgroup);
+    });
+
+    const int part = Tile::kPingpong ? 0 : consumer;
+    if (item.slot >= 0) {
+      publish_partial<Tile>(SlotView<Tile>(p, at), item.slot, part, acc, kOwnBarrier + consumer);
+      release();
+      continue;
+    }
+    if (item.first_slot >= 0) {
+      add_partials<Tile>(s, item.end_slot - item.first_slot, part, stage, acc, at.size);
+    }
+    StagingBuffers staging(s.staging[4 * consumer]);
+    const int first = item.m + row + 16 * staging.warp;
+    if (p.plain) {
+      store_plain<Tile>(p, item, first, acc, staging);
+    } else {
+      store_finished<Tile>(p, item, first, acc, staging);
+    }
+    if (p.hooks.doorbell.counters != nullptr) ring_doorbells(p, item, Tile::kBM, staging.lane);
+    release();
+  }
+  if (threadIdx.x % 32 == 0) wait_stores_read<0>();  // shared memory must outlive them
+}
+
+template <class Tile, Element kElement, Major kMajorA, Major kMajorB>
+__global__ void __launch_bounds__(kThreads, 1) streamk_gemm_kernel(const __grid_constant__ GemmParams p) {
+  extern __shared__ __align__(1024) unsigned char dynamic_shared[];
+  auto& s = *reinterpret_cast<SharedStorage<Tile>*>(dynamic_shared);
+
+  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
+  const uint32_t rank = cute::block_rank_in_cluster();
+  const int cluster_m = p.cluster_m;
+  const ClusterPlace at{rank, static_cast<uint32_t>(cluster_m * p.cluster_n), static_cast<int>(rank) % cluster_m,
+                        static_cast<int>(rank) / cluster_m};
+  if (threadIdx.x == 0) init_barriers(s, at.size);
+  // No CTA may signal another's barriers, or multicast into its stages, before they are ready.
+  if (at.size > 1) {
+    cute::cluster_sync();
+  } else {
+    __syncthreads();
+  }
+
+  allow_later_kernels();
+  if (warp < 4) {
+    cutlass::arch::warpgroup_reg_dealloc<Tile::kProducerRegisters>();
+    if (threadIdx.x == 0) run_loader<Tile, kMajorA, kMajorB>(p, s, at);
+    if (threadIdx.x == 32) run_scheduler<Tile>(p, s, at);
+    __syncwarp();
+  } else {
+    cutlass::arch::warpgroup_reg_alloc<Tile::kConsumerRegisters>();
+    run_consumer<Tile, kElement, kMajorA, kMajorB>(p, s, at, warp / 4 - 1);
+  }
+  if (at.size > 1) cute::cluster_sync();  // the other may still signal barriers here
+}
+
+template <class Tile, Element kElement, Major kMajorA, Major kMajorB>
+KernelInfo describe() {
+  static_assert(sizeof(SharedStorage<Tile>) <= kSharedLimit, "A CTA has 227 KiB of shared memory.");
+  return {reinterpret_cast<const void*>(&streamk_gemm_kernel<Tile, kElement, kMajorA, kMajorB>),
+          sizeof(SharedStorage<Tile>)};
+}
+
+template <class Tile, Element kElement>
+KernelInfo kernel_info(Major a, Major b) {
+  if (a == Major::kK) {
+    return b == Major::kK ? describe<Tile, kElement, Major::kK, Major::kK>()
+                          : describe<Tile, kElement, Major::kK, Major::kOuter>();
+  }
+  return b == Major::kK ? describe<Tile, kElement, Major::kOuter, Major::kK>()
+                        : describe<Tile, kElement, Major::kOuter, Major::kOuter>();
+}
+
+}  // namespace tpk::sm90a

@@ -1,0 +1,20 @@
+// Which kernels exist. Each (tile, element, layouts) is instantiated in a source file of its own or with few
+// others, so that they compile in parallel.
+#pragma once
+
+#include <cstddef>
+
+#include "kernels/sm90a/config.hpp"
+
+namespace tpk::sm90a {
+
+struct KernelInfo {
+  const void* function;  // for cudaLaunchKernelExC; its argument is one GemmParams
+  size_t shared_bytes;   // dynamic
+};
+
+// Defined in kernel.cuh, instantiated in gemm_*.cu.
+template <class Tile, Element kElement>
+KernelInfo kernel_info(Major a, Major b);
+
+}  // namespace tpk::sm90a

@@ -1,0 +1,120 @@
+// Loader: one thread fills the stages with TMA, as far ahead of the consumers as there are stages. What a
+// cluster's CTAs share is loaded once, a part by each, and multicast into all of them.
+#pragma once
+
+#include <climits>
+
+#include "kernels/sm90a/fault.cuh"
+#include "kernels/sm90a/fixup.cuh"
+#include "kernels/sm90a/scheduler.cuh"
+
+namespace tpk::sm90a {
+
+// One operand of a stage. kExtent: its rows (columns for B) in this CTA's tile.
+template <Major kMajor, int kExtent>
+struct OperandLoader {
+  // shared_by: CTAs of the cluster that need the same extent; this one loads part `part` of it.
+  // [first_box, ...): the extent's start in `map`, for gated B in two maps, half of the extent each.
+  static __device__ __forceinline__ void load(const CUtensorMap* map, const CUtensorMap* second_map,
+                                              uint64_t* barrier, unsigned char* to, int outer, int k, int batch,
+                                              int part, bool is_shared) {
+    if constexpr (kMajor == Major::kK) {
+      if (is_shared) {
+        // Half of the rows from each CTA; gated: the half of its own map.
+        const bool second = second_map != nullptr && part == 1;
+        const int row = second_map != nullptr ? outer : outer + part * (kExtent / 2);
+        multicast(second ? second_map : map, barrier, to + part * (kExtent / 2) * kSwizzleBytes, k, row, batch);
+      } else if (second_map != nullptr) {
+        single(map, barrier, to, k, outer, batch);
+        single(second_map, barrier, to + kExtent / 2 * kSwizzleBytes, k, outer, batch);
+      } else {
+        single(map, barrier, to, k, outer, batch);
+      }
+    } else {
+      constexpr int kBoxes = kExtent / kChunkOuter;
+      constexpr int kBoxBytes = kBK * kSwizzleBytes;
+#pragma unroll
+      for (int i = 0; i < kBoxes; ++i) {
+        const bool second = second_map != nullptr && i >= kBoxes / 2;
+        const CUtensorMap* from = second ? second_map : map;
+        const int column = outer + (second ? i - kBoxes / 2 : i) * kChunkOuter;
+        if (is_shared) {  // half of K from each CTA
+          multicast(from, barrier, to + i * kBoxBytes + part * (kBoxBytes / 2), column, k + part * (kBK / 2), batch);
+        } else {
+          single(from, barrier, to + i * kBoxBytes, column, k, batch);
+        }
+      }
+    }
+  }
+
+ private:
+  static constexpr uint64_t kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
+  static __device__ __forceinline__ void single(const CUtensorMap* map, uint64_t* barrier, unsigned char* to,
+                                                int x, int y, int z) {
+    cute::SM90_TMA_LOAD_3D::copy(map, barrier, kHint, to, x, y, z);
+  }
+  static __device__ __forceinline__ void multicast(const CUtensorMap* map, uint64_t* barrier, unsigned char* to,
+                                                   int x, int y, int z) {
+    constexpr uint16_t kBoth = 3;
+    cute::SM90_TMA_LOAD_MULTICAST_3D::copy(map, barrier, kBoth, kHint, to, x, y, z);
+  }
+};
+
+// Waits for the chunks that rows [m, m + rows) of A lie in, and slab `slab` of them.
+__device__ __forceinline__ void wait_for_chunks(const GemmParams& p, int m, int rows, int slab) {
+  const ArrivalHook& h = p.hooks.arrival;
+  const uint32_t epoch = *static_cast<const volatile uint32_t*>(h.epoch);
+  int begin = 0;
+  for (int c = 0; c < h.num_chunks && begin < m + rows; ++c) {
+    const int end = h.row_end[c];
+    if (end > m && end > begin) {
+      wait_or_fail<comm::Scope::kSys>(h.flags + c * h.slabs + slab, epoch, p.timeout_ns, p.fault,
+                                      FaultKind::kChunk, c, slab);
+    }
+    begin = end;
+  }
+  fence_async_proxy();  // what was acquired, before TMA reads it
+}
+
+template <class Tile, Major kMajorA, Major kMajorB>
+__device__ __forceinline__ void run_loader(const GemmParams& p, SharedStorage<Tile>& s, const ClusterPlace& at) {
+  ItemReader<Tile> items{s, {}};
+  RingPosition<Tile::kStages> stage;
+  const bool share_a = p.cluster_n > 1;
+  const bool share_b = p.cluster_m > 1;
+  const CUtensorMap* first_b = p.gated ? &p.map_gate : &p.map_b;
+  const CUtensorMap* second_b = p.gated ? &p.map_b : nullptr;
+  const bool arrives = p.hooks.arrival.flags != nullptr;
+  prefetch_map(&p.map_a);
+  prefetch_map(first_b);
+  wait_for_earlier_kernels();
+  while (true) {
+    const WorkItem item = items.next();  // a copy
+    items.release(true);
+    if (item.iters == 0) break;
+    const int batch_a = item.batch * p.batch_step_a;
+    const int batch_b = item.batch * p.batch_step_b;
+    int k = item.k;
+    int next_wait = arrives ? k : INT_MAX;
+#pragma unroll 1
+    for (int i = 0; i < item.iters; ++i, k += kBK) {
+      if (k >= next_wait) {
+        const int slab_k = p.hooks.arrival.slab_k;
+        const int slab = slab_k > 0 ? k / slab_k : 0;
+        wait_for_chunks(p, item.m, Tile::kBM, slab);
+        next_wait = slab_k > 0 ? (slab + 1) * slab_k : INT_MAX;
+      }
+      s.empty_barrier(stage.index).wait(stage.phase ^ 1);
+      LoadBarrier& full = s.full_barrier(stage.index);
+      full.arrive_and_expect_tx(Tile::kStageBytes);
+      auto* barrier = reinterpret_cast<uint64_t*>(&full);
+      auto& to = s.stages[stage.index];
+      OperandLoader<kMajorA, Tile::kBM>::load(&p.map_a, nullptr, barrier, to.a, item.m, k, batch_a, at.n, share_a);
+      OperandLoader<kMajorB, Tile::kBN>::load(first_b, second_b, barrier, to.b, item.n, k, batch_b, at.m, share_b);
+      stage.advance();
+    }
+    if (item.slot < 0 && item.first_slot >= 0) load_partials<Tile>(p, s, at, item, stage);
+  }
+}
+
+}  // namespace tpk::sm90a

@@ -1,0 +1,62 @@
+#include "kernels/sm90a/tensor_map.hpp"
+
+#include <cuda_runtime_api.h>
+
+#include <stdexcept>
+#include <string>
+
+namespace tpk::sm90a {
+namespace {
+
+using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
+                            const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
+                            CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+
+Encode find_encode() {
+  void* function = nullptr;
+  cudaDriverEntryPointQueryResult found{};
+  const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
+                                                             cudaEnableDefault, &found);
+  if (error != cudaSuccess || found != cudaDriverEntryPointSuccess) {
+    (void)cudaGetLastError();
+    throw std::runtime_error("the driver has no cuTensorMapEncodeTiled: install one for CUDA 12 or newer.");
+  }
+  return reinterpret_cast<Encode>(function);
+}
+
+CUtensorMapDataType data_type(ScalarKind kind) {
+  switch (kind) {
+    case ScalarKind::kBf16:
+      return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+    case ScalarKind::kFp16:
+      return CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    case ScalarKind::kFp32:
+      break;
+  }
+  return CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
+}
+
+}  // namespace
+
+CUtensorMap encode_tensor_map(const TensorView& t, ScalarKind kind, uint32_t box_inner, uint32_t box_outer) {
+  static const Encode encode = find_encode();
+  CUtensorMap map{};
+  const cuuint64_t extents[] = {static_cast<cuuint64_t>(t.inner), static_cast<cuuint64_t>(t.outer),
+                                static_cast<cuuint64_t>(t.batch)};
+  const cuuint64_t strides[] = {static_cast<cuuint64_t>(t.outer_stride),
+                                static_cast<cuuint64_t>(t.batch_stride)};
+  const cuuint32_t box[] = {box_inner, box_outer, 1};
+  const cuuint32_t steps[] = {1, 1, 1};
+  const CUresult result =
+      encode(&map, data_type(kind), 3, t.data, extents, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result != CUDA_SUCCESS) {
+    throw std::runtime_error("cuTensorMapEncodeTiled failed with CUresult " + std::to_string(result) +
+                             " for extents " + std::to_string(t.inner) + " x " + std::to_string(t.outer) + " x " +
+                             std::to_string(t.batch) + ", strides " + std::to_string(t.outer_stride) + " and " +
+                             std::to_string(t.batch_stride) + " bytes: this is a bug of tpkernels.");
+  }
+  return map;
+}
+
+}  // namespace tpk::sm90a

@@ -1,0 +1,40 @@
+// Names of tiles on GPUs: which kernel they belong to.
+#pragma once
+
+#include <stdexcept>
+#include <string>
+#include <string_view>
+
+#include "host/plan.hpp"
+#include "kernels/sm80/config.hpp"
+#include "kernels/sm90a/config.hpp"
+
+namespace tpk::ops {
+
+// "128x256x64", the tile of a CTA, or with the cluster: "128x256x64/2x1".
+inline bool is_hopper_tile(std::string_view text) {
+  if (text.empty()) return false;
+  for (int i = 0; i < sm90a::kNumTiles; ++i) {
+    for (const sm90a::ClusterShape cluster : sm90a::kClusterShapes) {
+      const std::string full = sm90a::name(static_cast<sm90a::TileId>(i), cluster);
+      if (text == full || text == std::string_view(full).substr(0, full.find('/'))) return true;
+    }
+  }
+  return false;
+}
+
+// Throws std::invalid_argument with a sentence unless some kernel has the tile; "" leaves the choice.
+inline void check_gpu_tile(std::string_view text) {
+  if (text.empty() || is_hopper_tile(text)) return;
+  try {
+    tiles_named(text, sm80::kTileShapes);
+  } catch (const std::invalid_argument& error) {
+    std::string names;
+    for (const TileShape& t : sm90a::kTileShapes) names += (names.empty() ? "" : ", ") + name(t);
+    throw std::invalid_argument(std::string(error.what()) + " The Hopper kernel has " + names +
+                                ", each also with a cluster, such as " + name(sm90a::kTileShapes[0]) +
+                                "/2x1.");
+  }
+}
+
+}  // namespace tpk::ops

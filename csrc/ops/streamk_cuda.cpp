@@ -1,0 +1,208 @@
+// torch.ops.tpkernels.streamk_gemm for CUDA: checks, then the kernel of the device's architecture. Stable
+// ABI; no host synchronisation, so that it can be captured into CUDA graphs and used on several streams and
+// devices at once.
+#include <cuda_runtime_api.h>
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <atomic>
+#include <exception>
+#include <optional>
+#include <stdexcept>
+#include <string>
+
+#include "kernels/gemm_call.hpp"
+#include "kernels/sm80/device.hpp"
+#include "kernels/sm80/entry.hpp"
+#include "ops/gemm_arguments.hpp"
+#include "ops/gpu_tiles.hpp"
+
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using tpk::Element;
+using tpk::GemmCall;
+using tpk::GemmEntry;
+using tpk::GemmOutcome;
+using tpk::Matrix;
+using tpk::ScalarKind;
+using tpk::ops::GemmArguments;
+using tpk::ops::View;
+
+constexpr const char* kOp = "tpkernels::streamk_gemm";
+
+#define REQUIRE(ok, ...) TPK_REQUIRE(ok, kOp, ": ", __VA_ARGS__)
+
+std::atomic<GemmEntry> hopper_entry{nullptr};
+
+// entry: the address of a GemmEntry, from sm90a_entry; 0 detaches.
+void attach_sm90a(int64_t entry) { hopper_entry.store(reinterpret_cast<GemmEntry>(entry)); }
+
+bool is_half(ScalarType type) { return type == ScalarType::BFloat16 || type == ScalarType::Half; }
+
+ScalarKind kind_of(ScalarType type) {
+  return type == ScalarType::Float  ? ScalarKind::kFp32
+         : type == ScalarType::Half ? ScalarKind::kFp16
+                                    : ScalarKind::kBf16;
+}
+
+const tpk::ops::GemmRules& rules() {
+  static const tpk::ops::GemmRules rules{
+      kOp,
+      "CUDA",
+      aoti_torch_device_type_cuda(),
+      is_half,
+      [](ScalarType type) { return is_half(type) || type == ScalarType::Float; },
+      "bfloat16 or float16 for the CUDA kernels (path 'cublas' takes others)",
+      "bfloat16, float16 or float32"};
+  return rules;
+}
+
+// [N], or [batch, rows, cols]; nothing if there is no such tensor.
+Matrix matrix_of(const View& v) {
+  Matrix m;
+  if (!v.exists()) return m;
+  m.data = v.data;
+  m.kind = kind_of(v.type);
+  m.col_stride = v.stride(v.dim - 1);
+  if (v.dim < 3) return m;
+  m.batch_stride = v.stride(0);
+  m.row_stride = v.stride(1);
+  return m;
+}
+
+GemmCall call_of(const GemmArguments& g) {
+  GemmCall c;
+  c.problem = g.problem;
+  c.element = g.a.type == ScalarType::BFloat16 ? Element::kBf16 : Element::kFp16;
+  c.a = matrix_of(g.a);
+  c.b = matrix_of(g.b);
+  c.gate = matrix_of(g.gate);
+  c.bias = matrix_of(g.bias);
+  c.residual = matrix_of(g.residual);
+  c.out = matrix_of(g.out);
+  c.preact = matrix_of(g.preact);
+  if (g.problem.k == 0) {
+    // Nothing is read, but addresses are formed, an empty tensor may have none, and null means no gate.
+    c.a.data = c.b.data = c.out.data;
+    if (g.gate.exists()) c.gate.data = c.out.data;
+  }
+  return c;
+}
+
+// Workspace on the current stream. torch may hand it out again there as soon as we return, which is after the
+// kernel in stream order.
+struct Workspace {
+  const Tensor& like;
+  std::optional<Tensor> memory;
+  std::exception_ptr error;
+
+  static void* allocate(void* context, int64_t bytes) {
+    auto* self = static_cast<Workspace*>(context);
+    try {
+      self->memory = torch::stable::new_empty(self->like, {bytes}, ScalarType::Byte);
+      return self->memory->data_ptr();
+    } catch (...) {  // must not pass through a kernel's entry
+      self->error = std::current_exception();
+      return nullptr;
+    }
+  }
+};
+
+// Bound of a wait inside the kernel. Waits are for CTAs that already run, so microseconds are usual.
+uint64_t timeout_ns() {
+  static const uint64_t ns = [] { return static_cast<uint64_t>(tpk::ops::timeout_seconds(30.0) * 1e9); }();
+  return ns;
+}
+
+void* current_stream(int device) {
+  void* stream = nullptr;
+  REQUIRE(aoti_torch_get_current_cuda_stream(device, &stream) == 0,
+          "torch could not name the current CUDA stream.");
+  return stream;
+}
+
+tpk::sm80::DeviceFacts facts_of(int device) {
+  try {
+    return tpk::sm80::DeviceCache::instance().facts(device);
+  } catch (const std::runtime_error& error) {
+    REQUIRE(false, error.what());
+  }
+  return {};
+}
+
+// The Hopper kernel where there is one and the tile is not another's; the portable kernel where it refuses.
+void run(const GemmCall& c, const tpk::sm80::DeviceFacts& facts, Workspace& workspace) {
+  const bool names_hopper = tpk::ops::is_hopper_tile(c.tile);
+  const GemmEntry hopper = facts.major == 9 && facts.minor == 0 ? hopper_entry.load() : nullptr;
+  REQUIRE(!names_hopper || hopper != nullptr, "tile '", c.tile, "' is one of the Hopper kernel, which ",
+          facts.major == 9 && facts.minor == 0 ? "was not built or not loaded"
+                                               : "runs on compute capability 9.0 only",
+          ": take 128x128x32 or 64x64x32, or '' for the cheapest.");
+  const tpk::Allocator allocator{&Workspace::allocate, &workspace};
+  void* const stream = current_stream(c.device);
+  char message[1024] = "";
+  GemmOutcome outcome = GemmOutcome::kRefused;
+  if (hopper != nullptr && (c.tile.empty() || names_hopper)) {
+    outcome = hopper(c, stream, allocator, message, sizeof message);
+    REQUIRE(outcome != GemmOutcome::kRefused || !names_hopper, "tile '", c.tile,
+            "' cannot be used here: ", static_cast<const char*>(message));
+  }
+  if (outcome == GemmOutcome::kRefused) {
+    outcome = tpk::sm80::run_gemm(c, stream, allocator, message, sizeof message);
+  }
+  if (workspace.error != nullptr) std::rethrow_exception(workspace.error);
+  REQUIRE(outcome == GemmOutcome::kDone, static_cast<const char*>(message));
+}
+
+void streamk_gemm(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias, const Tensor& out,
+                  const std::optional<Tensor>& preact, const std::string& activation, bool accumulate,
+                  const std::string& schedule, int64_t workers, int64_t splits, const std::string& tile,
+                  const std::optional<Tensor>& gate, const std::optional<Tensor>& residual, double alpha,
+                  int64_t multiprocessors) {
+  const GemmArguments g = tpk::ops::check_gemm(rules(), a, b, bias, out, preact, gate, residual, workers,
+                                               splits, multiprocessors);
+  GemmCall c = call_of(g);
+  c.alpha = static_cast<float>(alpha);
+  c.activation = tpk::ops::parse_activation(kOp, activation);
+  c.accumulate = accumulate;
+  c.schedule = schedule;
+  c.tile = tile;
+  c.workers = workers;
+  c.splits = splits;
+  c.device = g.a.device_index;
+  c.timeout_ns = timeout_ns();
+  try {
+    if (schedule != "auto") tpk::parse_schedule_kind(schedule);
+    tpk::ops::check_gpu_tile(tile);
+  } catch (const std::invalid_argument& error) {
+    REQUIRE(false, error.what());
+  }
+  const tpk::sm80::DeviceFacts facts = facts_of(c.device);
+  REQUIRE(facts.major >= 8, "the device must have compute capability 8.0 or later, but cuda:", c.device,
+          " has ", facts.major, ".", facts.minor, ": use path 'cublas'.");
+  REQUIRE(multiprocessors <= facts.multiprocessors, "multiprocessors must be 0 (all) to ",
+          facts.multiprocessors, ", what cuda:", c.device, " has, but it is ", multiprocessors, ".");
+  c.multiprocessors = multiprocessors > 0 ? static_cast<int>(multiprocessors) : facts.multiprocessors;
+  if (g.out.is_empty()) return;
+
+  int current = -1;
+  (void)cudaGetDevice(&current);
+  std::optional<torch::stable::accelerator::DeviceGuard> guard;
+  if (current != c.device) guard.emplace(c.device);
+  Workspace workspace{a, std::nullopt, nullptr};
+  run(c, facts, workspace);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(tpkernels, CUDA, m) { m.impl("streamk_gemm", TORCH_BOX(&streamk_gemm)); }
+
+STABLE_TORCH_LIBRARY_IMPL(tpkernels, CompositeExplicitAutograd, m) {
+  m.impl("attach_sm90a", TORCH_BOX(&attach_sm90a));
+}
