@@ -7,21 +7,12 @@
 
 #include "host/plan.hpp"
 #include "kernels/sm80/config.hpp"
-#include "kernels/sm90a/config.hpp"
+#include "kernels/sm90a/plan.hpp"
 
 namespace tpk::ops {
 
 // "128x256x64", the tile of a CTA, or with the cluster: "128x256x64/2x1".
-inline bool is_hopper_tile(std::string_view text) {
-  if (text.empty()) return false;
-  for (int i = 0; i < sm90a::kNumTiles; ++i) {
-    for (const sm90a::ClusterShape cluster : sm90a::kClusterShapes) {
-      const std::string full = sm90a::name(static_cast<sm90a::TileId>(i), cluster);
-      if (text == full || text == std::string_view(full).substr(0, full.find('/'))) return true;
-    }
-  }
-  return false;
-}
+inline bool is_hopper_tile(std::string_view text) { return !text.empty() && sm90a::is_tile_name(text); }
 
 // Throws std::invalid_argument with a sentence unless some kernel has the tile; "" leaves the choice.
 inline void check_gpu_tile(std::string_view text) {

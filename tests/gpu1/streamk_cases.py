@@ -28,6 +28,7 @@ SCHEDULES = [
     "every_shard",
 ]
 TILES = ["128x128x32", "64x64x32"]
+HOPPER_TILES = ["128x256x64", "256x128x64", "256x192x64", "128x192x64", "128x128x64"]
 # How a matrix lies in memory: which dim is contiguous, whether 16-byte loads are possible.
 FAST = ["rows", "cols"]
 SLOW = ["rows_odd", "cols_odd", "strided"]

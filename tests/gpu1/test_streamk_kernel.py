@@ -23,6 +23,7 @@ from streamk_cases import (
     randn,
 )
 
+from tpkernels import _extensions
 from tpkernels.testing import canary_view
 
 pytestmark = pytest.mark.gpu1
@@ -149,14 +150,25 @@ def test_a_tile_that_is_named_is_taken(generator: torch.Generator) -> None:
     """The bits of a streamed product tell its tile: another size cuts K in other places."""
     a = randn(1, 1408, 4096, dtype=torch.bfloat16, generator=generator)
     b = randn(1, 4096, 3840, dtype=torch.bfloat16, generator=generator)
-    outs = {tile: torch.full((1, 1408, 3840), math.nan, device="cuda") for tile in ["", *TILES]}
-    for tile, out in outs.items():
-        gemm(a, b, out, schedule="stream_k", tile=tile)
-    torch.cuda.synchronize()
+    outs = {}
+
+    def run(tile: str) -> torch.Tensor:
+        if tile not in outs:
+            outs[tile] = torch.full((1, 1408, 3840), math.nan, device="cuda")
+            gemm(a, b, outs[tile], schedule="stream_k", tile=tile)
+        return outs[tile]
+
     properties = torch.cuda.get_device_properties(0)
-    device, count = "sm80" if properties.major == 8 else "sm90", properties.multi_processor_count
+    hopper = (properties.major, properties.minor) == (9, 0) and _extensions.is_loaded("_C_sm90a")
+    device = "sm90" if hopper else "sm80" if properties.major == 8 else "sm90-portable"
+    count = properties.multi_processor_count
     plan = torch.ops.tpkernels.streamk_plan(1, 1408, 3840, 4096, device, "stream_k", 0, 1, count)
-    assert torch.equal(outs[""], outs["x".join(map(str, plan[1][:3]))])
+    bm, bn, bk, *_, cluster_m, cluster_n = plan[1]
+    cluster = f"/{cluster_m}x{cluster_n}" if hopper else ""
+    assert torch.equal(run(""), run(f"{bm}x{bn}x{bk}{cluster}"))
+    if hopper:
+        assert not torch.equal(run("128x256x64/2x1"), run("128x128x64/2x1"))
+    run(TILES[0]), run(TILES[1])
     assert not torch.equal(outs[TILES[0]], outs[TILES[1]])
 
 

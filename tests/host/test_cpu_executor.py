@@ -100,7 +100,8 @@ def test_conversions_are_those_of_torch(dtype: torch.dtype) -> None:
 
 def test_plan_says_what_would_run() -> None:
     kind, numbers, predicted = OPS.streamk_plan(1, 64, 64, 4096, "cpu", "split_k", 4, 3)
-    bm, bn, bk, tiles, k_iters, workers, splits, partials = numbers
+    bm, bn, bk, tiles, k_iters, workers, splits, partials, cluster_m, cluster_n = numbers
+    assert (cluster_m, cluster_n) == (1, 1)
     assert kind == "split_k" and splits == 3 and workers == partials == tiles * splits
     assert tiles == -(-64 // bm) * -(-64 // bn) and k_iters == -(-4096 // bk) and predicted > 0
     # More splits than K allows: what would run is said, not what was asked for.

@@ -152,10 +152,11 @@ def _streamk_plan(device: str, operand: Tensor, whole: Tensor, weight: Tensor) -
     kind, numbers, predicted = torch.ops.tpkernels.streamk_plan(
         batch, m, weight.shape[-1], weight.shape[-2], architecture, "auto", 0, 1, multiprocessors
     )
-    bm, bn, bk, tiles, k_iters, used_workers, splits, partial_tiles = numbers
+    bm, bn, bk, tiles, k_iters, used_workers, splits, partial_tiles, cluster_m, cluster_n = numbers
     return {
         "schedule": kind,
         "tile": (bm, bn, bk),
+        "cluster": (cluster_m, cluster_n),
         "tiles": tiles,
         "k_iters": k_iters,
         "workers": used_workers,

@@ -46,8 +46,12 @@ __device__ __forceinline__ void run_consumer(const GemmParams& p, SharedStorage<
       continue;
     }
     if (Tile::kPingpong) named_sync(kTurnBarrier + consumer, 2 * kWarpgroup);
-    mainloop<Tile, kElement, kMajorA, kMajorB>(acc, s, stage, iters, row, at.size, [&] {
+    const int slots = item.slot < 0 && item.first_slot >= 0 ? item.end_slot - item.first_slot : 0;
+    const auto end_turn = [&] {
       if (Tile::kPingpong) named_arrive(kTurnBarrier + 1 - consumer, 2 * kWarpgroup);
+    };
+    mainloop<Tile, kElement, kMajorA, kMajorB>(acc, s, stage, iters, row, at.size, [&] {
+      if (slots == 0) end_turn();
     });
 
     const int part = Tile::kPingpong ? 0 : consumer;
@@ -56,8 +60,10 @@ __device__ __forceinline__ void run_consumer(const GemmParams& p, SharedStorage<
       release();
       continue;
     }
-    if (item.first_slot >= 0) {
-      add_partials<Tile>(s, item.end_slot - item.first_slot, part, stage, acc, at.size);
+    if (slots > 0) {
+      add_partials<Tile>(s, slots, part, stage, acc, at.size);
+      // Not before: the other's first stage comes behind these, and a barrier tells one phase from the next only.
+      end_turn();
     }
     StagingBuffers staging(s.staging[4 * consumer]);
     const int first = item.m + row + 16 * staging.warp;
