@@ -53,18 +53,27 @@ def test_no_chunk_is_read_before_its_flag(tile: str, schedule: str, generator: t
     out = torch.full((1, m, n), math.nan, dtype=torch.bfloat16, device="cuda")
     slabs = math.ceil(k / slab_k)
     flags = words(len(rows) * slabs, epoch - 1)
-    hooked(values, b, out.clone(), tile, schedule)  # loads the kernel before anything waits
+    sender, now = torch.cuda.Stream(), words(1, epoch)
+
+    def send() -> None:
+        with torch.cuda.stream(sender):
+            for slab in range(slabs):
+                for chunk in (3, 0, 2, 1):
+                    begin, end = (rows[chunk - 1] if chunk else 0), rows[chunk]
+                    torch.cuda._sleep(20_000)
+                    where = (slice(None), slice(begin, end), slice(slab * slab_k, (slab + 1) * slab_k))
+                    a[where].copy_(values[where])
+                    flags[chunk * slabs + slab].fill_(epoch)
+
+    # Every kernel once before one waits: CUDA loads them at their first launch, for which it waits in turn.
+    send()
+    hooked(values, b, out.clone(), tile, schedule)
     torch.cuda.synchronize()
-    sender, begin = torch.cuda.Stream(), 0
-    hooked(a, b, out, tile, schedule, arrival_flags=flags, epoch=words(1, epoch), arrival_rows=rows, slab_k=slab_k)
-    with torch.cuda.stream(sender):
-        for slab in range(slabs):
-            for chunk in (3, 0, 2, 1):
-                begin, end = (rows[chunk - 1] if chunk else 0), rows[chunk]
-                torch.cuda._sleep(20_000)
-                where = (slice(None), slice(begin, end), slice(slab * slab_k, (slab + 1) * slab_k))
-                a[where].copy_(values[where])
-                flags[chunk * slabs + slab].fill_(epoch)
+    a.fill_(math.nan)
+    flags.fill_(epoch - 1)
+    torch.cuda.synchronize()
+    hooked(a, b, out, tile, schedule, arrival_flags=flags, epoch=now, arrival_rows=rows, slab_k=slab_k)
+    send()
     torch.cuda.synchronize()
     assert_close_tiles(out, values.double() @ b.double(), torch.bfloat16, k=k)
 
@@ -73,7 +82,7 @@ def test_no_chunk_is_read_before_its_flag(tile: str, schedule: str, generator: t
 @pytest.mark.parametrize("schedule", ["data_parallel", "hybrid_aligned"])
 def test_a_bell_rings_when_its_rows_are_in_memory(tile: str, schedule: str, generator: torch.Generator) -> None:
     """Rung once a launch, counters back at zero, all rows there; three launches and a graph replay."""
-    m, n, k = 900, 410, 1100
+    m, n, k = 900, 408, 1104
     rows = [256, 300, 300, 899, 900]
     a = randn(1, m, k, dtype=torch.float16, generator=generator)
     b = randn(1, k, n, dtype=torch.float16, generator=generator)
@@ -134,7 +143,7 @@ def test_rows_can_be_taken_when_their_bell_rings(generator: torch.Generator) -> 
 
 @pytest.mark.parametrize("tile", HOPPER_TILES)
 def test_addends_are_added_once_their_flag_is_up(tile: str, generator: torch.Generator) -> None:
-    m, n, k, flag_rows, epoch = 530, 328, 900, 128, 3
+    m, n, k, flag_rows, epoch = 530, 328, 904, 128, 3
     a = randn(1, m, k, dtype=torch.bfloat16, generator=generator)
     b = randn(1, k, n, dtype=torch.bfloat16, generator=generator)
     parts = [randn(1, m, n, dtype=torch.float32, generator=generator) * 30 for _ in range(7)]
@@ -148,13 +157,23 @@ def test_addends_are_added_once_their_flag_is_up(tile: str, generator: torch.Gen
     torch.cuda.synchronize()
     assert_close_tiles(out, want, torch.float32, k=k, magnitude=size)
     again = torch.full_like(out, math.nan)
-    hooked(a, b, again, tile, addends=buffers, addend_flags=flags, epoch=words(1, epoch), flag_rows=flag_rows)
-    sender = torch.cuda.Stream()
-    with torch.cuda.stream(sender):
-        for i in (6, 2, 0, 1, 5, 3, 4):
-            torch.cuda._sleep(50_000)
-            buffers[i].copy_(values[i])
-            flags[i].fill_(epoch)
+    sender, now = torch.cuda.Stream(), words(1, epoch)
+
+    def send() -> None:
+        with torch.cuda.stream(sender):
+            for i in (6, 2, 0, 1, 5, 3, 4):
+                torch.cuda._sleep(50_000)
+                buffers[i].copy_(values[i])
+                flags[i].fill_(epoch)
+
+    send()  # every kernel once before one waits
+    torch.cuda.synchronize()
+    for buffer, flag in zip(buffers, flags, strict=True):
+        buffer.fill_(math.nan)
+        flag.fill_(epoch - 1)
+    torch.cuda.synchronize()
+    hooked(a, b, again, tile, addends=buffers, addend_flags=flags, epoch=now, flag_rows=flag_rows)
+    send()
     torch.cuda.synchronize()
     assert torch.equal(out, again), "the order of the sum must not depend on arrival"
 

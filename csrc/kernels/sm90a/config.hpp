@@ -14,14 +14,14 @@ namespace tpk::sm90a {
 // else goes to the portable kernel.
 enum class Major : int32_t { kK, kOuter };
 
-// CTAs of a cluster: two along M share B, two along N share A, by multicast of each other's loads.
+// CTAs of a cluster: those along M share B, those along N share A, by multicast of each other's loads.
 struct ClusterShape {
   int32_t m = 1;
   int32_t n = 1;
   constexpr int32_t size() const { return m * n; }
 };
-inline constexpr ClusterShape kClusterShapes[] = {{2, 1}, {1, 2}, {1, 1}};
-constexpr int kNumClusterShapes = 3;
+inline constexpr ClusterShape kClusterShapes[] = {{2, 1}, {1, 2}, {1, 1}, {2, 2}};
+constexpr int kNumClusterShapes = 4;
 
 constexpr int kElementBytes = 2;
 constexpr int kSwizzleBytes = 128;                          // rows of a swizzled box
@@ -30,7 +30,7 @@ constexpr int kChunkOuter = kSwizzleBytes / kElementBytes;  // columns of a box 
 constexpr int kWarpgroup = 128;                             // threads
 constexpr int kConsumers = 2;                               // warpgroups that multiply
 constexpr int kThreads = kWarpgroup * (1 + kConsumers);     // and one that loads
-constexpr int kStagingBytes = 2 * 2048;                     // of a consumer warp: two boxes of 16 rows x 128 bytes
+constexpr int kStagingBytes = 2048;                         // of a consumer warp: 16 rows x 128 bytes
 constexpr int kSharedLimit = 232448;                        // 227 KiB
 
 // A CTA computes tiles of kBM x kBN. Cooperative: its two consumer warpgroups share a tile, half the rows
@@ -52,8 +52,8 @@ struct TileConfig {
   static constexpr int kStageBytes = kBytesA + kBytesB;
 
   // setmaxnreg: one warpgroup at kProducerRegisters and two at kConsumerRegisters share 64 Ki registers.
-  static constexpr int kProducerRegisters = kAccumulators > 128 ? 24 : 72;
-  static constexpr int kConsumerRegisters = kAccumulators > 128 ? 240 : 216;
+  static constexpr int kProducerRegisters = kAccumulators > 128 ? 40 : 72;
+  static constexpr int kConsumerRegisters = kAccumulators > 128 ? 232 : 216;
 
   static_assert(kRows % 64 == 0, "wgmma computes blocks of 64 rows.");
   static_assert(BN % 64 == 0 && BN <= 256, "Boxes of an outer-major B are 64 columns wide; wgmma takes 256.");
@@ -64,7 +64,7 @@ enum class TileId : int32_t { k128x256, k256x128, k256x192, k128x192, k128x128 }
 using Tile128x256 = TileConfig<128, 256, 4, false>;
 using Tile256x128 = TileConfig<256, 128, 4, false>;
 using Tile256x192 = TileConfig<256, 192, 3, false>;
-using Tile128x192 = TileConfig<128, 192, 4, true>;
+using Tile128x192 = TileConfig<128, 192, 5, true>;
 using Tile128x128 = TileConfig<128, 128, 6, true>;
 
 // In the order of TileId: the tile of one CTA.

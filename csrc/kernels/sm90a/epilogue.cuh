@@ -1,7 +1,7 @@
 // Epilogue of a consumer warp: 16 rows of a block of 64, in slabs of 32 columns, so that few registers are needed
-// beside the accumulators. Slabs go through two small swizzled buffers of the warp's own, so that whole lines are
+// beside the accumulators. Slabs go through a small swizzled buffer of the warp's own, so that whole lines are
 // stored. Ordinary stores, not TMA: its queue is full of the next tile's loads then, and waiting for it to read
-// the buffers cost 3 us a tile. Only sums into an fp32 output go by TMA, which adds in L2.
+// buffers cost 3 us a tile. Only sums into an fp32 output go by TMA, which adds in L2.
 #pragma once
 
 #include "kernels/sm90a/finish.cuh"
@@ -10,45 +10,38 @@
 
 namespace tpk::sm90a {
 
-// Two buffers of 16 rows x 128 bytes (32 fp32 columns, or 64 of 2 bytes), used in turn. Swizzled as TMA's 128-byte
-// mode has it: chunk c of 16 bytes of row r lies at c ^ (r % 8).
-struct StagingBuffers {
+// A buffer of 16 rows x 128 bytes (32 fp32 columns, or 64 of 2 bytes). Swizzled as TMA's 128-byte mode has it: chunk c
+// of 16 bytes of row r lies at c ^ (r % 8).
+struct StagingBuffer {
   int lane;
   int warp;  // of the warpgroup
-  uint32_t base;
-  int next = 0;
+  uint32_t address;
 
   // buffers: of the warpgroup's first warp.
-  __device__ __forceinline__ explicit StagingBuffers(const unsigned char* buffers) {
+  __device__ __forceinline__ explicit StagingBuffer(const unsigned char* buffers) {
     const int thread = thread_number();
     lane = thread % 32;
     warp = thread / 32 % 4;
-    base = shared_address(buffers) + warp * kStagingBytes;
+    address = shared_address(buffers) + warp * kStagingBytes;
   }
 
-  // The next buffer. Whoever reads one synchronises the warp between writing and reading it, so the readers of
-  // this one have all passed the other's synchronisation.
-  __device__ __forceinline__ uint32_t turn() {
-    const uint32_t buffer = base + next * (kStagingBytes / 2);
-    next ^= 1;
-    return buffer;
-  }
+  // All lanes call it before they write: all have read what was there.
+  __device__ __forceinline__ void acquire() const { __syncwarp(); }
 
-  // The next buffer, once TMA has finished reading it. All lanes call it.
-  __device__ __forceinline__ uint32_t turn_after_tma() {
-    if (lane == 0) wait_stores_read<1>();
+  // The same where TMA read it.
+  __device__ __forceinline__ void acquire_from_tma() const {
+    if (lane == 0) wait_stores_read<0>();
     __syncwarp();
-    return turn();
   }
 
   // Hands the buffer to TMA, which adds it to the output. All lanes call it.
-  __device__ __forceinline__ void add(const CUtensorMap* map, uint32_t buffer, int col, int row, int batch) {
+  __device__ __forceinline__ void add(const CUtensorMap* map, int col, int row, int batch) const {
     fence_async_proxy();
     __syncwarp();
     if (lane != 0) return;
     asm volatile("cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(
                      map),
-                 "r"(buffer), "r"(col), "r"(row), "r"(batch)
+                 "r"(address), "r"(col), "r"(row), "r"(batch)
                  : "memory");
     commit_stores();
   }
@@ -81,22 +74,23 @@ __device__ __forceinline__ void stage_half(ScalarKind kind, uint32_t buffer, int
   }
 }
 
-// 16 rows of a buffer to memory. row, col: the buffer's first element in the output; 128 / kBytes columns. kWhole: the
-// output's columns are whole chunks of 16 bytes.
-template <int kBytes, bool kWhole>
+// 16 rows of a buffer to memory, kChunks of 16 bytes of each. row, col: the buffer's first element in the output.
+// kWhole: the output's columns are whole chunks.
+template <int kBytes, int kChunks, bool kWhole>
 __device__ __forceinline__ void store_buffer(const Output& to, uint32_t buffer, int row, int col, int batch,
                                              int rows, int cols, int lane) {
   constexpr int kColumns = 16 / kBytes;  // of a chunk
   __syncwarp();
-  const int chunk = lane % 8;
-  const int first = lane / 8;
+  constexpr int kRows = 32 / kChunks;  // at a time
+  const int chunk = lane % kChunks;
+  const int first = lane / kChunks;
   col += chunk * kColumns;
   char* p = static_cast<char*>(to.data) + batch * to.batch_stride +
             static_cast<int64_t>(row + first) * to.row_stride + static_cast<int64_t>(col) * kBytes;
   const bool whole = col + kColumns <= cols;
 #pragma unroll
-  for (int i = 0; i < 4; ++i, p += 4 * to.row_stride) {
-    const int r = first + 4 * i;
+  for (int i = 0; i < 16 / kRows; ++i, p += kRows * to.row_stride) {
+    const int r = first + kRows * i;
     uint4 x;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
@@ -123,7 +117,7 @@ __device__ __forceinline__ void store_buffer(const Output& to, uint32_t buffer, 
 // A warp's part of the tile to memory, nothing but rounded. row: its first row in the output.
 template <class Tile>
 __device__ __forceinline__ void store_plain(const GemmParams& p, const WorkItem& item, int row,
-                                            const Accumulators<Tile>& acc, StagingBuffers& staging) {
+                                            const Accumulators<Tile>& acc, const StagingBuffer& staging) {
   const int rows = static_cast<int>(p.problem.m);
   const int cols = static_cast<int>(p.problem.n);
 #pragma unroll
@@ -136,48 +130,40 @@ __device__ __forceinline__ void store_plain(const GemmParams& p, const WorkItem&
       if (p.out_kind == ScalarKind::kFp32) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const uint32_t buffer = staging.turn();
-          stage_fp32(buffer, v + half * kSlabValues, staging.lane);
-          store_buffer<4, true>(p.out, buffer, row, item.n + col + half * kSlabColumns, item.batch, rows, cols, staging.lane);
+          staging.acquire();
+          stage_fp32(staging.address, v + half * kSlabValues, staging.lane);
+          store_buffer<4, 8, true>(p.out, staging.address, row, item.n + col + half * kSlabColumns, item.batch, rows, cols, staging.lane);
         }
       } else {
-        const uint32_t buffer = staging.turn();
-        stage_half(p.out_kind, buffer, 0, v, staging.lane);
-        stage_half(p.out_kind, buffer, 1, v + kSlabValues, staging.lane);
-        store_buffer<2, true>(p.out, buffer, row, item.n + col, item.batch, rows, cols, staging.lane);
+        staging.acquire();
+        stage_half(p.out_kind, staging.address, 0, v, staging.lane);
+        stage_half(p.out_kind, staging.address, 1, v + kSlabValues, staging.lane);
+        store_buffer<2, 8, true>(p.out, staging.address, row, item.n + col, item.batch, rows, cols, staging.lane);
       }
     }
   }
 }
 
-// Where finished slabs of one output go. Slabs come in pairs, 64 columns.
-struct SlabWriter {
-  const Output& to;
-  bool add;  // through map_sum
-  uint32_t buffer = 0;
-
-  __device__ __forceinline__ void write(const GemmParams& p, const SlabPlace& at, int half,
-                                        const float (&v)[kSlabValues], StagingBuffers& staging) {
-    const int lane = staging.lane;
-    if (add) {
-      buffer = staging.turn_after_tma();
-      stage_fp32(buffer, v, lane);
-      staging.add(&p.map_sum, buffer, at.col, at.row, at.batch);
-    } else if (!to.aligned) {
-      store_slab_direct(p.out_kind, to, at, v, lane);
-    } else if (p.out_kind == ScalarKind::kFp32) {
-      buffer = staging.turn();
-      stage_fp32(buffer, v, lane);
-      store_buffer<4, false>(to, buffer, at.row, at.col, at.batch, at.rows, at.cols, lane);
-    } else {
-      if (half == 0) buffer = staging.turn();
-      stage_half(p.out_kind, buffer, half, v, lane);
-      if (half == 1) {
-        store_buffer<2, false>(to, buffer, at.row, at.col - kSlabColumns, at.batch, at.rows, at.cols, lane);
-      }
-    }
+// A finished slab to one output.
+__device__ __forceinline__ void write_slab(const GemmParams& p, const Output& to, bool add, const SlabPlace& at,
+                                           const float (&v)[kSlabValues], const StagingBuffer& staging) {
+  const int lane = staging.lane;
+  if (add) {
+    staging.acquire_from_tma();
+    stage_fp32(staging.address, v, lane);
+    staging.add(&p.map_sum, at.col, at.row, at.batch);
+  } else if (!to.aligned) {
+    store_slab_direct(p.out_kind, to, at, v, lane);
+  } else if (p.out_kind == ScalarKind::kFp32) {
+    staging.acquire();
+    stage_fp32(staging.address, v, lane);
+    store_buffer<4, 8, false>(to, staging.address, at.row, at.col, at.batch, at.rows, at.cols, lane);
+  } else {
+    staging.acquire();
+    stage_half(p.out_kind, staging.address, 0, v, lane);
+    store_buffer<2, 4, false>(to, staging.address, at.row, at.col, at.batch, at.rows, at.cols, lane);
   }
-};
+}
 
 // v = slab number `slab` of the accumulators, or v *= scale * it. A run-time index would put the accumulators into
 // local memory: select instead.
@@ -199,19 +185,16 @@ __device__ __forceinline__ void take_slab(const Accumulators<Tile>& acc, int sla
 // A warp's part of the tile with everything that may be asked for. One copy of the code for all slabs.
 template <class Tile>
 __device__ __forceinline__ void store_finished(const GemmParams& p, const WorkItem& item, int row,
-                                               const Accumulators<Tile>& acc, StagingBuffers& staging) {
+                                               const Accumulators<Tile>& acc, const StagingBuffer& staging) {
   constexpr int kSlabs = Tile::kBN / kSlabColumns;
   const int slabs = p.gated ? kSlabs / 2 : kSlabs;
-  SlabWriter out{p.out, p.reduce};
-  SlabWriter preact{p.preact, false};
 #pragma unroll 1
   for (int i = 0; i < Tile::kBlocks * slabs; ++i) {
     const int block = i / slabs;
     const int slab = i - block * slabs;
     const SlabPlace at{row + 64 * block, item.n + slab * kSlabColumns, item.batch,
                        static_cast<int>(p.problem.m), static_cast<int>(p.problem.n)};
-    // The second of a pair is worked through where it has no columns, so that the first is stored.
-    if (at.row >= at.rows || at.col - slab % 2 * kSlabColumns >= at.cols) continue;
+    if (at.row >= at.rows || at.col >= at.cols) continue;
     float v[kSlabValues];
     take_slab<Tile, false>(acc, block * kSlabs + slab, p.alpha, v);
     if (p.gated) {
@@ -220,12 +203,12 @@ __device__ __forceinline__ void store_finished(const GemmParams& p, const WorkIt
     } else {
       if (slab == 0 && p.hooks.sum.count > 0) wait_for_addends(p, at.row, staging.lane);
       finish_product(p, at, v, staging.lane);
-      if (p.preact.data != nullptr) preact.write(p, at, slab % 2, v, staging);
+      if (p.preact.data != nullptr) write_slab(p, p.preact, false, at, v, staging);
       activate_slab(p.activation, v);
     }
 #pragma unroll 1
     for (int a = 0; a < p.num_late; ++a) add_slab(p.late[a], at, v, staging.lane);
-    out.write(p, at, slab % 2, v, staging);
+    write_slab(p, p.out, p.reduce, at, v, staging);
   }
 }
 

@@ -16,12 +16,6 @@
 namespace tpk::sm90a {
 
 constexpr uint32_t kPartialReady = 1;
-constexpr int kChunkValues = 16;  // accumulators of a thread that travel together
-constexpr int kChunkBytes = kChunkValues * kWarpgroup * static_cast<int>(sizeof(float));
-
-template <class Tile>
-constexpr int kChunks = Tile::kAccumulators / kChunkValues;
-
 // Parts of a slot: one for every warpgroup that works on the tile, of every CTA of the cluster.
 template <class Tile>
 constexpr int kPartsPerCta = Tile::kPingpong ? 1 : kConsumers;
@@ -45,12 +39,6 @@ struct SlotView {
     return data + (slot * parts + part) * kPartFloats;
   }
 };
-
-// Stages that an item's fix-up takes.
-template <class Tile>
-__device__ __forceinline__ int fixup_iters(const WorkItem& item) {
-  return item.slot < 0 && item.first_slot >= 0 ? kChunks<Tile> * (item.end_slot - item.first_slot) : 0;
-}
 
 // Writes the warpgroup's accumulators to its part of the slot, then raises the flag (release at gpu scope). All 128
 // threads call it; barrier: a named barrier of this warpgroup.
@@ -102,8 +90,7 @@ __device__ __forceinline__ void load_partials(const GemmParams& p, SharedStorage
 // when. All 128 threads of a warpgroup call it.
 template <class Tile>
 __device__ __forceinline__ void add_partials(SharedStorage<Tile>& s, int slots, int part,
-                                             RingPosition<Tile::kStages>& stage, Accumulators<Tile>& acc,
-                                             uint32_t cluster_size) {
+                                             RingPosition<Tile::kStages>& stage, Accumulators<Tile>& acc) {
   static_assert(Tile::kBlockAccumulators % kChunkValues == 0, "A chunk lies in one block.");
 #pragma unroll
   for (int chunk = 0; chunk < kChunks<Tile>; ++chunk) {
@@ -123,7 +110,7 @@ __device__ __forceinline__ void add_partials(SharedStorage<Tile>& s, int slots, 
         for (int n = 0; n < 4; ++n) sum[j + n] += x[n];
       }
       __syncwarp();  // every lane has read
-      release_stage(s, stage.index, cluster_size);
+      release_stage(s, stage.index);
       stage.advance();
     }
     constexpr int kPerBlock = Tile::kBlockAccumulators / kChunkValues;

@@ -27,7 +27,6 @@ __device__ __forceinline__ void run_consumer(const GemmParams& p, SharedStorage<
   // The warpgroup's first row in the CTA's tile.
   const int row = Tile::kPingpong ? 0 : consumer * Tile::kRows;
   ItemReader<Tile> items{s, {}};
-  RingPosition<Tile::kStages> stage;
   Accumulators<Tile> acc;
 
   wait_for_earlier_kernels();
@@ -41,16 +40,16 @@ __device__ __forceinline__ void run_consumer(const GemmParams& p, SharedStorage<
     const int iters = item.iters;
     if (iters == 0) break;
     if (Tile::kPingpong && static_cast<int>(items.count % kConsumers) != consumer) {
-      stage.advance(iters + fixup_iters<Tile>(item));
       release();
       continue;
     }
     if (Tile::kPingpong) named_sync(kTurnBarrier + consumer, 2 * kWarpgroup);
-    const int slots = item.slot < 0 && item.first_slot >= 0 ? item.end_slot - item.first_slot : 0;
+    const int slots = item.partials();
+    RingPosition<Tile::kStages> stage{item.stage, item.phase};
     const auto end_turn = [&] {
       if (Tile::kPingpong) named_arrive(kTurnBarrier + 1 - consumer, 2 * kWarpgroup);
     };
-    mainloop<Tile, kElement, kMajorA, kMajorB>(acc, s, stage, iters, row, at.size, [&] {
+    mainloop<Tile, kElement, kMajorA, kMajorB>(acc, s, stage, iters, row, [&] {
       if (slots == 0) end_turn();
     });
 
@@ -61,11 +60,11 @@ __device__ __forceinline__ void run_consumer(const GemmParams& p, SharedStorage<
       continue;
     }
     if (slots > 0) {
-      add_partials<Tile>(s, slots, part, stage, acc, at.size);
+      add_partials<Tile>(s, slots, part, stage, acc);
       // Not before: the other's first stage comes behind these, and a barrier tells one phase from the next only.
       end_turn();
     }
-    StagingBuffers staging(s.staging[4 * consumer]);
+    const StagingBuffer staging(s.staging[4 * consumer]);
     const int first = item.m + row + 16 * staging.warp;
     if (p.plain) {
       store_plain<Tile>(p, item, first, acc, staging);
@@ -87,8 +86,12 @@ __global__ void __launch_bounds__(kThreads, 1) streamk_gemm_kernel(const __grid_
   const uint32_t rank = cute::block_rank_in_cluster();
   const int cluster_m = p.cluster_m;
   const ClusterPlace at{rank, static_cast<uint32_t>(cluster_m * p.cluster_n), static_cast<int>(rank) % cluster_m,
-                        static_cast<int>(rank) / cluster_m};
-  if (threadIdx.x == 0) init_barriers(s, at.size);
+                        static_cast<int>(rank) / cluster_m, cluster_m, p.cluster_n};
+  if (threadIdx.x == 0) init_barriers(s, at);
+  if (warp == 1) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    s.release_to[lane] = lane < static_cast<int>(at.sharers()) ? remote_address(&s.empty[0], at.sharer(lane)) : 0;
+  }
   // No CTA may signal another's barriers, or multicast into its stages, before they are ready.
   if (at.size > 1) {
     cute::cluster_sync();

@@ -13,17 +13,18 @@ namespace tpk::sm90a {
 // One operand of a stage. kExtent: its rows (columns for B) in this CTA's tile.
 template <Major kMajor, int kExtent>
 struct OperandLoader {
-  // shared_by: CTAs of the cluster that need the same extent; this one loads part `part` of it.
+  // sharers: CTAs of the cluster that need the same extent, a bit for each, or 0: this one loads half `part` of it.
   // [first_box, ...): the extent's start in `map`, for gated B in two maps, half of the extent each.
   static __device__ __forceinline__ void load(const CUtensorMap* map, const CUtensorMap* second_map,
                                               uint64_t* barrier, unsigned char* to, int outer, int k, int batch,
-                                              int part, bool is_shared) {
+                                              int part, uint16_t sharers) {
+    const bool is_shared = sharers != 0;
     if constexpr (kMajor == Major::kK) {
       if (is_shared) {
         // Half of the rows from each CTA; gated: the half of its own map.
         const bool second = second_map != nullptr && part == 1;
         const int row = second_map != nullptr ? outer : outer + part * (kExtent / 2);
-        multicast(second ? second_map : map, barrier, to + part * (kExtent / 2) * kSwizzleBytes, k, row, batch);
+        multicast(second ? second_map : map, sharers, barrier, to + part * (kExtent / 2) * kSwizzleBytes, k, row, batch);
       } else if (second_map != nullptr) {
         single(map, barrier, to, k, outer, batch);
         single(second_map, barrier, to + kExtent / 2 * kSwizzleBytes, k, outer, batch);
@@ -39,7 +40,7 @@ struct OperandLoader {
         const CUtensorMap* from = second ? second_map : map;
         const int column = outer + (second ? i - kBoxes / 2 : i) * kChunkOuter;
         if (is_shared) {  // half of K from each CTA
-          multicast(from, barrier, to + i * kBoxBytes + part * (kBoxBytes / 2), column, k + part * (kBK / 2), batch);
+          multicast(from, sharers, barrier, to + i * kBoxBytes + part * (kBoxBytes / 2), column, k + part * (kBK / 2), batch);
         } else {
           single(from, barrier, to + i * kBoxBytes, column, k, batch);
         }
@@ -53,10 +54,9 @@ struct OperandLoader {
                                                 int x, int y, int z) {
     cute::SM90_TMA_LOAD_3D::copy(map, barrier, kHint, to, x, y, z);
   }
-  static __device__ __forceinline__ void multicast(const CUtensorMap* map, uint64_t* barrier, unsigned char* to,
-                                                   int x, int y, int z) {
-    constexpr uint16_t kBoth = 3;
-    cute::SM90_TMA_LOAD_MULTICAST_3D::copy(map, barrier, kBoth, kHint, to, x, y, z);
+  static __device__ __forceinline__ void multicast(const CUtensorMap* map, uint16_t sharers, uint64_t* barrier,
+                                                   unsigned char* to, int x, int y, int z) {
+    cute::SM90_TMA_LOAD_MULTICAST_3D::copy(map, barrier, sharers, kHint, to, x, y, z);
   }
 };
 
@@ -80,8 +80,10 @@ template <class Tile, Major kMajorA, Major kMajorB>
 __device__ __forceinline__ void run_loader(const GemmParams& p, SharedStorage<Tile>& s, const ClusterPlace& at) {
   ItemReader<Tile> items{s, {}};
   RingPosition<Tile::kStages> stage;
-  const bool share_a = p.cluster_n > 1;
-  const bool share_b = p.cluster_m > 1;
+  uint16_t share_a = 0;  // the row of CTAs
+  uint16_t share_b = 0;  // the column of CTAs
+  for (int i = 0; at.columns > 1 && i < at.columns; ++i) share_a |= 1u << (at.m + at.rows * i);
+  for (int i = 0; at.rows > 1 && i < at.rows; ++i) share_b |= 1u << (i + at.rows * at.n);
   const CUtensorMap* first_b = p.gated ? &p.map_gate : &p.map_b;
   const CUtensorMap* second_b = p.gated ? &p.map_b : nullptr;
   const bool arrives = p.hooks.arrival.flags != nullptr;
@@ -113,7 +115,7 @@ __device__ __forceinline__ void run_loader(const GemmParams& p, SharedStorage<Ti
       OperandLoader<kMajorB, Tile::kBN>::load(first_b, second_b, barrier, to.b, item.n, k, batch_b, at.m, share_b);
       stage.advance();
     }
-    if (item.slot < 0 && item.first_slot >= 0) load_partials<Tile>(p, s, at, item, stage);
+    if (item.partials() > 0) load_partials<Tile>(p, s, at, item, stage);
   }
 }
 

@@ -18,11 +18,12 @@ __device__ __forceinline__ void pin(Accumulators<Tile>& acc) {
   }
 }
 
-// Tells the loaders of every CTA that writes this stage that a warp has done with it. Lane i tells CTA i.
+// Tells the loaders of every CTA that writes a stage that a warp has done with it. Lane i tells the i-th of them: the
+// addresses lie in shared memory, because registers are scarce here.
 template <class Tile>
-__device__ __forceinline__ void release_stage(SharedStorage<Tile>& s, int index, uint32_t cluster_size) {
-  const uint32_t lane = threadIdx.x % 32;
-  s.empty_barrier(index).arrive(lane, lane < cluster_size);
+__device__ __forceinline__ void release_stage(SharedStorage<Tile>& s, int stage) {
+  const uint32_t first = *static_cast<volatile uint32_t*>(&s.release_to[thread_number() % 32]);
+  if (first != 0) arrive_remote(first + stage * static_cast<uint32_t>(sizeof(uint64_t)));
 }
 
 // acc = the products of `iters` stages from `stage` on. row: the warpgroup's first row in the CTA's tile.
@@ -34,7 +35,7 @@ __device__ __forceinline__ void release_stage(SharedStorage<Tile>& s, int index,
 template <class Tile, Element kElement, Major kMajorA, Major kMajorB, class OnIssued>
 __device__ __forceinline__ void mainloop(Accumulators<Tile>& acc, SharedStorage<Tile>& s,
                                          RingPosition<Tile::kStages>& stage, int iters, int row,
-                                         uint32_t cluster_size, OnIssued on_issued) {
+                                         OnIssued on_issued) {
   int previous = -1;
   pin<Tile>(acc);
 #pragma unroll 1
@@ -55,19 +56,19 @@ __device__ __forceinline__ void mainloop(Accumulators<Tile>& acc, SharedStorage<
     if constexpr (Tile::kPingpong) {
       if (previous >= 0) {
         cute::warpgroup_wait<1>();
-        release_stage(s, previous, cluster_size);
+        release_stage(s, previous);
       }
       previous = stage.index;
     } else {
       cute::warpgroup_wait<0>();
-      release_stage(s, stage.index, cluster_size);
+      release_stage(s, stage.index);
     }
     stage.advance();
   }
   on_issued();
   if constexpr (Tile::kPingpong) {
     cute::warpgroup_wait<0>();
-    release_stage(s, previous, cluster_size);
+    release_stage(s, previous);
   }
   pin<Tile>(acc);
 }

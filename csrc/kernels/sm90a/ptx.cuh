@@ -57,6 +57,16 @@ __device__ __forceinline__ void named_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// The address of the same place in another CTA's shared memory; an arrival at a barrier there.
+__device__ __forceinline__ uint32_t remote_address(const void* p, uint32_t cta) {
+  uint32_t r;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(shared_address(p)), "r"(cta));
+  return r;
+}
+__device__ __forceinline__ void arrive_remote(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
 // A word to the same place in another CTA's shared memory; completes 4 bytes of that CTA's barrier.
 __device__ __forceinline__ void store_remote(const uint32_t* word, uint32_t value, const LoadBarrier* barrier,
                                              uint32_t cta) {

@@ -45,8 +45,10 @@ struct TicketSource {
     uint32_t ticket;
     if (at.rank == 0) {
       ticket = comm::take_ticket(p.ticket);
-      s.ticket_empty_barrier().wait(phase ^ 1);  // the other has read the one before
-      store_remote(&s.ticket, ticket, &s.ticket_full_barrier(), 1);
+      s.ticket_empty_barrier().wait(phase ^ 1);  // the others have read the one before
+      for (uint32_t cta = 1; cta < at.size; ++cta) {
+        store_remote(&s.ticket, ticket, &s.ticket_full_barrier(), cta);
+      }
     } else {
       s.ticket_full_barrier().arrive_and_expect_tx(sizeof(uint32_t));
       s.ticket_full_barrier().wait(phase);
@@ -62,9 +64,13 @@ template <class Tile>
 __device__ __forceinline__ void run_scheduler(const GemmParams& p, SharedStorage<Tile>& s,
                                               const ClusterPlace& at) {
   RingPosition<kItems> ring;
+  RingPosition<Tile::kStages> stage;
   TicketSource<Tile> tickets(p, s, at);
   if (p.ticket != nullptr) wait_for_earlier_kernels();
-  const auto push = [&](const WorkItem& item) {
+  const auto push = [&](WorkItem item) {
+    item.stage = stage.index;
+    item.phase = stage.phase;
+    stage.advance(item.iters + kChunks<Tile> * item.partials());
     s.item_empty_barrier(ring.index).wait(ring.phase ^ 1);
     s.items[ring.index] = item;
     s.item_full_barrier(ring.index).arrive();

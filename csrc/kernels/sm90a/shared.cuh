@@ -17,6 +17,11 @@ struct WorkItem {
   int32_t slot;   // see tpk::Segment
   int32_t first_slot;
   int32_t end_slot;
+  int32_t stage;  // where its first stage stands in the ring, so that consumers keep no count of their own
+  uint32_t phase;
+
+  // Finishes its tile by adding so many partials.
+  __device__ __forceinline__ int partials() const { return slot < 0 && first_slot >= 0 ? end_slot - first_slot : 0; }
 };
 
 template <class Tile>
@@ -34,6 +39,7 @@ struct alignas(1024) SharedStorage {
   uint64_t ticket_full;
   uint64_t ticket_empty;
   WorkItem items[kItems];
+  uint32_t release_to[32];  // whom lanes tell of a stage that was read: barriers of stage 0, 0 for nobody
   uint32_t ticket;
 
   __device__ LoadBarrier& full_barrier(int i) { return *reinterpret_cast<LoadBarrier*>(&full[i]); }
@@ -63,28 +69,45 @@ struct RingPosition {
   }
 };
 
+// Fix-up: accumulators of a thread that travel together, through one stage.
+constexpr int kChunkValues = 16;
+constexpr int kChunkBytes = kChunkValues * kWarpgroup * static_cast<int>(sizeof(float));
+template <class Tile>
+constexpr int kChunks = Tile::kAccumulators / kChunkValues;
+
 // Where this CTA stands in its cluster.
 struct ClusterPlace {
   uint32_t rank;
   uint32_t size;
   int m;  // row and column of CTAs
   int n;
+  int rows;  // of CTAs
+  int columns;
+
+  // CTAs whose stages this one's loads reach, itself included: its column and its row.
+  __device__ __forceinline__ uint32_t sharers() const { return static_cast<uint32_t>(rows + columns - 1); }
+  // The i-th of them, 0 <= i < sharers().
+  __device__ __forceinline__ uint32_t sharer(int i) const {
+    if (i < rows) return static_cast<uint32_t>(i + rows * n);
+    const int column = i - rows + (i - rows >= n ? 1 : 0);
+    return static_cast<uint32_t>(m + rows * column);
+  }
 };
 
 template <class Tile>
-__device__ __forceinline__ void init_barriers(SharedStorage<Tile>& s, uint32_t cluster_size) {
+__device__ __forceinline__ void init_barriers(SharedStorage<Tile>& s, const ClusterPlace& at) {
   // Consumer warps that read one stage: of both warpgroups, or in turn of one.
   constexpr uint32_t kReaders = Tile::kPingpong ? 4 : 4 * kConsumers;
   for (int i = 0; i < Tile::kStages; ++i) {
     s.full_barrier(i).init(1);
-    s.empty_barrier(i).init(kReaders * cluster_size);
+    s.empty_barrier(i).init(kReaders * at.sharers());
   }
   for (int i = 0; i < kItems; ++i) {
     s.item_full_barrier(i).init(1);
     s.item_empty_barrier(i).init(1 + 4 * kConsumers);  // the loading thread and every consumer warp
   }
   s.ticket_full_barrier().init(1);
-  s.ticket_empty_barrier().init(1);
+  s.ticket_empty_barrier().init(at.size > 1 ? at.size - 1 : 1);
   cutlass::arch::fence_barrier_init();
 }
 
