@@ -164,6 +164,7 @@ def measure_parser() -> argparse.ArgumentParser:
     )
     add(
         "--variant",
+        "--variants",
         "--peer",
         dest="variants",
         metavar="NAME[,NAME]",
@@ -172,6 +173,16 @@ def measure_parser() -> argparse.ArgumentParser:
         help="implementations, beside the baseline",
     )
     add("--skip-peer", dest="skip", metavar="NAME[,NAME]", type=_names, default=(), help="leave these out")
+    add(
+        "--tiles",
+        metavar="NAME[,NAME]",
+        type=_names,
+        nargs="?",
+        const=("all",),
+        default=(),
+        help="gemm: every schedule on each of these tiles: hopper, portable, cpu, or names (default: the device's);\n"
+        "few rounds, unless --rounds is given",
+    )
     add("--sweep", metavar="N", type=_positive, default=0, help="gemm: N shapes sampled from [128, 8192]^3")
     add("--seed", metavar="S", type=int, default=0, help="of the sweep, the data and the order")
     add("--small", action="store_true", help="tiny shapes (always on CPU)")

@@ -72,14 +72,23 @@ class Recorder:
 
     def summarise(self, world: int) -> None:
         """At the end of a world: what the suite concludes from all of its rows of this card in the file."""
+        rows = [row for row in self._of_this_card() if row.world == world]
+        for row in self.suite.summarise(rows) if rows else []:
+            self.rows([row], finished=False)
+
+    def conclusion(self) -> str:
+        """What the suite has to say at the end of the run, about all of its rows of this card in the file."""
+        rows = self._of_this_card()
+        return self.suite.conclude(rows) if rows else ""
+
+    def _of_this_card(self) -> list[Row]:
+        """Rows of the suite in the file, none if nothing was written."""
         if self.silent or not self._begun:
-            return
+            return []
         known = records.load(self.path)
         mine = known.card_of(self.run)
-        rows = [r for r in known.latest() if (r.suite, r.world) == (self.suite.name, world)]
-        rows = [r for r in rows if known.card_of(r.run) == mine]
-        for row in self.suite.summarise(rows):
-            self.rows([row], finished=False)
+        rows = [row for row in known.latest() if row.suite == self.suite.name]
+        return [row for row in rows if known.card_of(row.run) == mine]
 
     def end(self, *, complete: bool) -> None:
         """Write the footer and close the display, once."""

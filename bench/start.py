@@ -20,6 +20,7 @@ from .suite import Options, Suite
 __all__ = ["run", "under_torchrun"]
 
 _CPU_RANKS = 2
+_TILE_ROUNDS = 5  # of --tiles: many variants, each for a point of a fit
 
 
 def under_torchrun() -> bool:
@@ -38,8 +39,8 @@ def run(given: argparse.Namespace, arguments: Sequence[str]) -> int:
     if given.gpus and not any(suite.distributed for suite in loaded) and given.gpus != (1,):
         raise BenchError(f"gpus: {' and '.join(given.suites)} runs on one GPU; leave --gpus out.")
     settings = Settings(
-        quick=given.quick,
-        rounds=given.rounds,
+        quick=given.quick or bool(given.tiles),
+        rounds=given.rounds or (_TILE_ROUNDS if given.tiles else 0),
         time_limit=given.time_limit,
         deadline=time.time() + given.budget if given.budget else 0.0,
         commit=given.commit,
@@ -142,6 +143,9 @@ def _run_all(
             for world in dict.fromkeys(job.options.world for job in jobs):
                 recorder.summarise(world)
         recorder.end(complete=complete)
+        summary = recorder.conclusion()
+        if summary:
+            print(summary)
         if not complete:
             if first:
                 print(f"the time budget is spent; what was measured is in {path}. To go on: {go_on}")
@@ -208,6 +212,7 @@ def _options(given: argparse.Namespace, device: str, world: int) -> Options:
         models=given.models,
         rows=given.rows,
         ops=given.ops,
+        tiles=given.tiles,
         sweep=given.sweep,
         seed=given.seed,
         small=given.small or device == "cpu",

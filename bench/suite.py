@@ -39,6 +39,7 @@ class Options:
         models: names of models whose shapes are wanted (overlap, layer), empty for the default ones.
         rows: values of M wanted (overlap, layer), empty for the default ones.
         ops: operations wanted, empty for all.
+        tiles: tiles that every schedule is forced on (gemm), empty for none.
         sweep: number of log-sampled shapes (gemm); 0 for none.
         seed: of the sweep and of all data.
         small: tiny shapes: the default on CPU, and for trying things.
@@ -51,6 +52,7 @@ class Options:
     models: tuple[str, ...] = ()
     rows: tuple[int, ...] = ()
     ops: tuple[str, ...] = ()
+    tiles: tuple[str, ...] = ()
     sweep: int = 0
     seed: int = 0
     small: bool = False
@@ -198,3 +200,7 @@ class Suite(ABC):
     def summarise(self, rows: Sequence[Row]) -> Sequence[Row]:
         """Rows that follow from the others (fitted constants), given all rows of one world at its end. Pure."""
         return []
+
+    def conclude(self, rows: Sequence[Row]) -> str:
+        """What is printed after a run: a summary of all rows of the card in the file. Pure."""
+        return ""

@@ -20,7 +20,7 @@ from .analysis import (
 )
 from .draw import COLORS, HALF, Picture, figure, legend, ratio_axis, tidy
 from .table import number
-from .tables_gemm import SAME_TILE, shape_text
+from .tables_gemm import SAME_TILE, forces_tile, shape_text
 
 __all__ = ["roofline", "speedup_bars", "stream_k_waves", "sweep_scatter"]
 
@@ -86,7 +86,9 @@ def bar_limits(groups: Sequence[Group]) -> tuple[float, float]:
 def _forced(group: Group) -> list[tuple[float, Row]]:
     """Speed-ups of the forced schedules, ascending."""
     rows = [
-        r for r in group.of_role("ours") if r.variant not in ("streamk", SAME_TILE) and r is not group.ours
+        r
+        for r in group.of_role("ours")
+        if r.variant not in ("streamk", SAME_TILE) and r is not group.ours and not forces_tile(r.variant)
     ]
     return sorted(((s, r) for r in rows if (s := group.speedup(r))), key=lambda pair: pair[0])
 

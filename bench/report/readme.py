@@ -18,7 +18,7 @@ from ..errors import BenchError
 from ..records import Results, load
 from .analysis import by_card
 from .provenance import provenance
-from .tables import select
+from .tables import select, suite_of
 
 __all__ = ["Block", "check_readme", "find_blocks", "render_readme"]
 
@@ -120,6 +120,6 @@ def _body(block: Block, path: Path) -> str:
 
 
 def _origin(results: Results, block: Block) -> str:
-    suite = block.name.split()[0]
+    suite = suite_of(block.name)
     used = {row.run for row in results.latest() if row.suite == suite}
     return f"{provenance([h for h in results.headers if h.run in used])}."

@@ -12,7 +12,7 @@ from .draw import Picture
 from .provenance import provenance
 from .table import Table
 from .tables import suite_tables, suites_of
-from .tables_gemm import describe_noise, split
+from .tables_gemm import describe_noise, is_product, split
 from .tables_overlap import OP_TITLES, ranks
 
 __all__ = ["Part", "Pictures", "Section", "Shown", "sections"]
@@ -119,8 +119,11 @@ def _link(rows: Sequence[Row], drawn: Pictures) -> list[Part]:
 
 def _gemm(rows: Sequence[Row], drawn: Pictures) -> list[Part]:
     parts = []
-    for dtype, groups in split(group_cases(rows, "gemm"), lambda g: g.dtype).items():
-        noise = noise_floor(groups)
+    for dtype, of_dtype in split(group_cases(rows, "gemm"), lambda g: g.dtype).items():
+        noise = noise_floor(of_dtype)
+        groups = [group for group in of_dtype if is_product(group)]
+        if not groups:
+            continue
         part = Part(dtype, note=describe_noise(noise))
         sets = charts_gemm.sets_of(groups)
         limits = charts_gemm.bar_limits([g for of_set in sets.values() for g in of_set])

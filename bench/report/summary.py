@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from ..records import Row, geomean
 from .analysis import Group, group_cases, noise_floor, percentile, spread
 from .table import hidden_text, percent
-from .tables_gemm import split
+from .tables_gemm import is_product, split
 from .tables_overlap import ranks
 
 __all__ = ["Headline", "headlines", "text_summary"]
@@ -43,9 +43,10 @@ def text_summary(rows: Sequence[Row]) -> str:
 
 
 def _gemm(groups: Sequence[Group]) -> list[Headline]:
+    groups = [g for g in groups if is_product(g)]
     named = [g for g in groups if g.first.shape_set != "sweep"]
     swept = [g for g in groups if g.first.shape_set == "sweep"]
-    found = _against_baseline(named, "gemm", f"{groups[0].dtype} products")
+    found = _against_baseline(named, "gemm", f"{groups[0].dtype} products") if named else []
     s = spread(v for g in swept if (v := g.speedup(g.ours)))
     if s:
         detail = f"{s.n} shapes: 5th to 95th percentile {s.p5:.2f} to {s.p95:.2f}, at least 1 in {percent(s.share_won)}"

@@ -1,4 +1,4 @@
-"""Tables of the gemm suite: one a shape set and dtype; a sweep is summed up instead."""
+"""Tables of plain products of the gemm suite: one a shape set and dtype; a sweep is summed up instead."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ from .table import DASH, Cell, Column, Table, number, percent
 __all__ = [
     "describe_never_run",
     "describe_noise",
+    "forces_tile",
     "gemm_tables",
+    "is_product",
     "never_run",
     "shape_text",
     "split",
@@ -38,12 +40,23 @@ def gemm_tables(rows: Sequence[Row]) -> list[Table]:
     tables = []
     for dtype, of_dtype in split(groups, lambda g: g.dtype).items():
         noise = noise_floor(of_dtype)
-        for name, part in split(of_dtype, lambda g: g.first.shape_set).items():
+        products = [group for group in of_dtype if is_product(group)]
+        for name, part in split(products, lambda g: g.first.shape_set).items():
             if name == "sweep":
                 tables += _sweep_tables(part, dtype, noise)
             else:
                 tables.append(_shape_table(part, f"{name or 'gemm'}, {dtype}", noise))
     return tables
+
+
+def is_product(group: Group) -> bool:
+    """Whether a case is one product and nothing else."""
+    return group.first.op == "matmul"
+
+
+def forces_tile(variant: str) -> bool:
+    """Whether a variant of ours is one of ``--tiles``."""
+    return "@" in variant
 
 
 def split(groups: Sequence[Group], key: Callable[[Group], object]) -> dict[str, list[Group]]:
@@ -98,7 +111,7 @@ def _shape_table(groups: Sequence[Group], title: str, noise: Noise | None) -> Ta
     baseline = next((g.baseline_name for g in groups if g.baseline_name), "")
     ours = variants_of(groups, "ours")
     main = "streamk" if "streamk" in ours else (ours[0] if ours else "")
-    forced = [v for v in ours if v not in (main, SAME_TILE)]
+    forced = [v for v in ours if v not in (main, SAME_TILE) and not forces_tile(v)]
     absent = never_run(groups, variants_of(groups, "peer"))
     peers = [v for v in variants_of(groups, "peer") if v != baseline and v not in absent]
     layouts = {str(g.first.params.get("layout", "")) for g in groups}
@@ -165,7 +178,7 @@ def _plan_text(row: Row | None, count: float | None) -> str:
     plan = plan_of(row)
     if not plan:
         return DASH
-    tile = "×".join(str(t) for t in plan.get("tile", ()))
+    tile = str(plan.get("tile_name") or "").replace("x", "×") or "×".join(map(str, plan.get("tile", ())))
     splits = plan.get("splits") or 1
     text = f"{plan.get('schedule', '?')} {tile}" + (f", {splits} splits" if splits > 1 else "")
     return text + (f", {number(count)} waves" if count else "")

@@ -1,15 +1,20 @@
 """Shapes of the gemm suite: out [M, N] = a [M, K] @ b [K, N]. Pure; neither torch nor a GPU is needed.
 
-Layouts say how the operands lie in memory:
+Layouts say how the operands lie in memory; in brackets the name that BLAS has for it, in which matrices are stored by
+columns and T is a transposed one:
 
-``forward``
+``forward`` (TN)
     ``x @ w.t()``: K is contiguous in both.
-``dgrad``
+``dgrad`` (TT)
     ``dy @ w``: K is contiguous in a, N in b.
-``wgrad``
+``wgrad`` (NT)
     ``dy.t() @ x``: M is contiguous in a, N in b.
+``columns`` (NN)
+    both are stored by columns: M is contiguous in a, K in b.
 ``padded``
     as forward, but rows are K + 1 elements apart, so that most are not aligned.
+
+The sets of :data:`BAR_SETS` are those that ``bench/bars.py`` sets bars for: they stay as they are.
 """
 
 from __future__ import annotations
@@ -21,7 +26,26 @@ from dataclasses import dataclass, replace
 from ..errors import BenchError, check_known
 from ..models import MODELS
 
-__all__ = ["DEFAULT_SETS", "SETS", "WAVE", "Shape", "select", "sweep"]
+__all__ = [
+    "BAR_SETS",
+    "BLAS_LAYOUTS",
+    "DEFAULT_SETS",
+    "EPILOGUES",
+    "LAYOUTS",
+    "OPS",
+    "SETS",
+    "WAVE",
+    "Shape",
+    "select",
+    "sweep",
+]
+
+# What a case computes. "layouts": one product whose operands lie in memory in four ways, one variant each, so that they
+# are timed in turn; N of "swiglu" is that of the output, the weight has 2 N columns.
+LAYOUTS = "layouts"
+EPILOGUES = ("bias_gelu", "bias_silu", "swiglu", "accumulate", "residual")
+OPS = ("matmul", LAYOUTS, *EPILOGUES)
+BLAS_LAYOUTS = {"TN": "forward", "NN": "columns", "NT": "wgrad", "TT": "dgrad"}
 
 WORLD = 8  # ranks that share a weight in the sets tp and decode
 # Outputs of one wave in the set of that name: 132 multiprocessors (H100 SXM, H200), whatever card runs it, of 128 x 256
@@ -30,7 +54,7 @@ WAVE_TILE = (128, 256)
 WAVE_MULTIPROCESSORS = 132
 WAVE = WAVE_MULTIPROCESSORS * WAVE_TILE[0] * WAVE_TILE[1]
 SWEEP_LOW, SWEEP_HIGH, SWEEP_STEP = 128, 8192, 8
-_SMALL_MOST = 4  # shapes of a set when small
+_SMALL_MOST = 5  # shapes of a set when small: one of every operation of the epilogues
 
 
 @dataclass(frozen=True)
@@ -44,6 +68,7 @@ class Shape:
     k: int
     layout: str = "forward"
     waves: float | None = None
+    op: str = "matmul"
 
     @property
     def name(self) -> str:
@@ -83,6 +108,15 @@ _PER_RANK = (
     (256, 4096, 16384),
     (3000, 1536, 9000),
     (1024, 1024, 65536),
+)
+
+
+# All of the last table of shared/notes/measured.md: per-rank products, squares, and few tiles with long K.
+_MEASURED = (
+    *_PER_RANK[:12],
+    (8192, 8192, 8192),
+    (4096, 4096, 4096),
+    *_PER_RANK[12:],
 )
 
 
@@ -128,24 +162,57 @@ _WAVE_GRIDS = (
 )
 
 
-# Products of real models whose last wave is nearly empty: Llama-3 qkv and down, DeepSeek-V3 kv, and others.
-_WAVE_PRODUCTS = (
-    (2048, 5120, 8192),
-    (4096, 2112, 7168),
-    (3072, 3072, 8192),
-    (4096, 4608, 4096),
-    (512, 4096, 14336),
-)
+def wave_grid(_: Wanted) -> list[Shape]:
+    """Few and many waves, the last one full to different degrees, K 4096."""
+    return _by_waves(
+        "wave-grid", [(rows * WAVE_TILE[0], columns * WAVE_TILE[1], 4096) for rows, columns in _WAVE_GRIDS]
+    )
 
 
 def waves(_: Wanted) -> list[Shape]:
-    """Wave quantisation: few and many waves, the last one full to different degrees; K 4096, then real products."""
-    grids = [(rows * WAVE_TILE[0], columns * WAVE_TILE[1], 4096) for rows, columns in _WAVE_GRIDS]
+    """Wave quantisation: Llama-3 qkv and down, DeepSeek-V3 kv and others, and per-rank products of 2048 rows."""
+    sizes = [
+        (2048, 5120, 8192),
+        (4096, 2112, 7168),
+        (3072, 3072, 8192),
+        (4096, 4608, 4096),
+        (512, 4096, 14336),
+        *((m, n, k) for m, n, k in _MEASURED if m == 2048),
+        (2048, 12288, 6144),
+    ]
+    return _by_waves("waves", sizes)
+
+
+def _by_waves(shape_set: str, sizes: Sequence[tuple[int, int, int]]) -> list[Shape]:
     shapes = []
-    for m, n, k in (*grids, *_WAVE_PRODUCTS):
+    for m, n, k in sizes:
         count = -(-m // WAVE_TILE[0]) * -(-n // WAVE_TILE[1]) / WAVE_MULTIPROCESSORS
-        shapes.append(Shape("waves", f"{count:.2f}", m, n, k, waves=count))
+        shapes.append(Shape(shape_set, f"{count:.2f}", m, n, k, waves=count))
     return shapes
+
+
+def large(_: Wanted) -> list[Shape]:
+    """Where cuBLAS is at its best: large squares, and per-rank products of 8192 rows."""
+    sizes = [(8192, 8192, 8192), (4096, 4096, 4096), (16384, 8192, 8192)]
+    sizes += [(m, n, k) for m, n, k in _MEASURED if m == 8192 and (m, n, k) not in sizes]
+    return [Shape("large", "", m, n, k) for m, n, k in sizes]
+
+
+def measured(_: Wanted) -> list[Shape]:
+    """The products that cuBLAS, CUTLASS, DeepGEMM and QuACK were compared with on our cards."""
+    return [Shape("measured", "", m, n, k) for m, n, k in _MEASURED]
+
+
+def transposes(_: Wanted) -> list[Shape]:
+    """The same product in the four layouts of BLAS."""
+    sizes = [(4096, 4096, 4096), (8192, 3584, 8192), (2048, 5120, 8192), (3072, 3072, 8192)]
+    return [Shape("transposes", "", m, n, k, op=LAYOUTS) for m, n, k in sizes]
+
+
+def epilogues(_: Wanted) -> list[Shape]:
+    """What is done to a product before it is stored. The MLPs of Llama-3 on a rank (gate and up), and a square."""
+    sizes = [(4096, 4096, 4096), (8192, 3584, 8192), (8192, 1792, 4096), (2048, 3584, 8192)]
+    return [Shape("epilogues", op, m, n, k, op=op) for op in EPILOGUES for m, n, k in sizes]
 
 
 def long_k(_: Wanted) -> list[Shape]:
@@ -227,13 +294,19 @@ def sweep(count: int, seed: int, low: int = SWEEP_LOW, high: int = SWEEP_HIGH) -
 SETS: dict[str, Callable[[Wanted], list[Shape]]] = {
     "square": square,
     "tp": tensor_parallel,
+    "large": large,
     "waves": waves,
+    "wave-grid": wave_grid,
     "long-k": long_k,
+    "measured": measured,
+    "transposes": transposes,
+    "epilogues": epilogues,
     "tall-skinny": tall_skinny,
     "decode": decode,
     "layouts": layouts,
 }
-DEFAULT_SETS = ("square", "tp", "waves")
+BAR_SETS = ("large", "waves", "long-k", "measured", "transposes", "epilogues")
+DEFAULT_SETS = ("square", *BAR_SETS)
 
 
 def select(
@@ -282,7 +355,7 @@ def _shrink(shape: Shape) -> Shape:
         return min(most, max(1 if size < 8 else 16, -(-size // times))) // 2 * 2 + size % 2
 
     # Not the waves that the label names: those are of the full size.
-    label = "" if shape.shape_set == "waves" else shape.label
+    label = "" if shape.waves is not None else shape.label
     return replace(
         shape,
         label=label,

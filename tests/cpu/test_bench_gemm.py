@@ -14,14 +14,17 @@ import tpkernels as tpk
 from bench.context import Context
 from bench.errors import BenchError
 from bench.suite import Case, Options, Skip
-from bench.suites import gemm
-from bench.suites.gemm import SUITE, GemmWorkload, Planner, Request
-from bench.suites.gemm_shapes import SETS, WAVE, select, sweep
+from bench.suites import gemm, gemm_planner
+from bench.suites.gemm import SUITE
+from bench.suites.gemm_planner import SAME_TILE, Planner, Request
+from bench.suites.gemm_products import FP8, GemmWorkload
+from bench.suites.gemm_shapes import DEFAULT_SETS, SETS, WAVE, select, sweep
 
 CPU = Options(device="cpu", small=True)
-STREAMED = ["streamk:stream_k", "streamk:split_k", "streamk:hybrid_first", "streamk:hybrid_last"]
+STREAMED = [f"streamk:{schedule}" for schedule in gemm_planner.STREAMED]
 OURS = ["streamk", "streamk:data_parallel", "streamk:dp-same-tile", *STREAMED]
-SM90 = ("sm90", 132)
+SM90 = ("sm90", 132)  # the Hopper kernel
+PORTABLE = ("sm90-portable", 132)
 
 
 # --- shapes --------------------------------------------------------------------------------------------------
@@ -47,20 +50,24 @@ def test_sweep_depends_on_its_seed_alone():
 
 
 def test_waves_are_those_of_the_real_plan():
-    shapes = select(["waves"])
+    shapes = select(["wave-grid", "waves"])
     counts = [s.waves for s in shapes]
-    grids = [s for s in shapes if s.m * s.n / WAVE == s.waves and s.k == 4096]
-    assert len(grids) == 15 and len({s.waves for s in grids}) == 15
+    grids = select(["wave-grid"])
+    assert len(grids) == 14 and len({s.waves for s in grids}) == 14
+    assert all(s.m * s.n / WAVE == s.waves and s.k == 4096 for s in grids)
     for wanted in (1.01, 1.1, 1.5, 1.9, 2.0):
         assert any(abs(count - wanted) < 0.02 for count in counts), wanted
     assert min(counts) < 1 and sum(count > 4 for count in counts) >= 3
     assert all(s.m * s.n / WAVE <= s.waves and s.label == f"{s.waves:.2f}" for s in shapes)
     for s in grids:
-        planner = Planner(s.m, s.n, s.k, *SM90)
-        plan = planner.plan(Request("data_parallel", 1, "128x128x32"))
-        assert plan["tiles"] == s.waves * 264  # two of these tiles run on each of 132 multiprocessors
-        assert plan["workers"] == min(264, plan["tiles"])
-        assert planner.waves(plan) == pytest.approx(s.waves)
+        for device, tile, at_once in ((PORTABLE, "128x128x32", 264), (SM90, "128x256x64/1x1", 132)):
+            planner, request = Planner(s.m, s.n, s.k, *device), Request("data_parallel", 1, tile)
+            plan = planner.plan(request)
+            assert (
+                plan["tiles"] == s.waves * at_once
+            )  # two of the smaller tiles run on each of 132 multiprocessors
+            assert plan["workers"] == min(at_once, plan["tiles"])
+            assert planner.waves(request) == pytest.approx(s.waves)
 
 
 def test_tensor_parallel_shapes_are_an_eighth_of_the_model():
@@ -87,16 +94,17 @@ def test_names_are_unique_for_a_dtype(small, device):
         assert max(case.params["k"] for case in cases) <= 1025
     for case in cases:
         m, n, k = (case.params[x] for x in "mnk")
-        assert case.flops == 2 * m * n * k and f"{m}x{n}x{k}" in case.name
+        assert case.flops == 2 * m * n * k * (2 if case.op == "swiglu" else 1) and f"{m}x{n}x{k}" in case.name
 
 
 def test_defaults_and_sets_asked_for():
-    assert {c.shape_set for c in SUITE.cases(Options())} == {"square", "tp", "waves"}
+    assert {c.shape_set for c in SUITE.cases(Options())} == set(DEFAULT_SETS)
     assert {c.shape_set for c in SUITE.cases(Options(sweep=3))} == {"sweep"}
     assert [c.shape_set for c in SUITE.cases(Options(sweep=1, sets=("layouts",)))][-2:] == [
         "layouts",
         "sweep",
     ]
+    assert {c.op for c in SUITE.cases(Options(ops=("swiglu", "layouts")))} == {"swiglu", "layouts"}
     assert {c.shape_set for c in SUITE.cases(Options(models=("gpt3",)))} == {"tp", "decode"}
     assert {c.dtype for c in SUITE.cases(Options())} == {"bfloat16"}
     assert {c.dtype for c in SUITE.cases(CPU)} == {"float32"}
@@ -139,57 +147,63 @@ def test_cases_and_variants_do_not_import_torch():
 def test_baseline_is_a_variant_and_fp8_only_where_it_applies():
     for options in (CPU, Options()):
         names = [v.name for v in SUITE.variants(options)]
-        assert SUITE.baseline(options) == names[0] and [v for v in names if v.startswith("streamk")] == OURS
+        assert SUITE.baseline(options) == names[0] and len(set(names)) == len(names)
+        product = gemm._case(select(["square"])[0], "bfloat16")
+        assert [v for v in names if v.startswith("streamk") and SUITE.applies(product, v, options)] == OURS
     case = gemm._case(select(["square"])[0], "bfloat16")
-    assert SUITE.applies(case, gemm.FP8, Options())
-    assert not SUITE.applies(case, gemm.FP8, CPU)
-    assert not SUITE.applies(gemm._case(select(["square"])[0], "float16"), gemm.FP8, Options())
+    assert SUITE.applies(case, FP8, Options())
+    assert not SUITE.applies(case, FP8, CPU)
+    assert not SUITE.applies(gemm._case(select(["square"])[0], "float16"), FP8, Options())
     layouts = [gemm._case(s, "bfloat16") for s in select(["layouts"])]
-    taken = {c.params["layout"] for c in layouts if SUITE.applies(c, gemm.FP8, Options())}
+    taken = {c.params["layout"] for c in layouts if SUITE.applies(c, FP8, Options())}
     assert taken == {"forward"}
-    assert not any(
-        SUITE.applies(c, gemm.FP8, Options()) for c in layouts if "odd" in c.name or "ragged" in c.name
-    )
+    assert not any(SUITE.applies(c, FP8, Options()) for c in layouts if "odd" in c.name or "ragged" in c.name)
 
 
 @pytest.mark.parametrize(
     "size", [(1024, 1024, 1024), (256, 4096, 16384), (1408, 3840, 4096), (4096, 4096, 512)]
 )
-@pytest.mark.parametrize("device", [SM90, ("sm80", 108), ("cpu", 0)])
+@pytest.mark.parametrize("device", [SM90, PORTABLE, ("sm80", 108), ("cpu", 0)])
 def test_schedules_are_compared_at_the_same_tile(size, device):
     planner = Planner(*size, *device)
     auto = planner.plan(planner.request("streamk"))
     assert planner.request("streamk") == Request()
-    for variant in [gemm.SAME_TILE, *STREAMED]:
+    for variant in [SAME_TILE, *STREAMED]:
         try:
             request = planner.request(variant)
         except Skip:
             continue
         plan = planner.plan(request)
-        assert plan["tile"] == auto["tile"] and request.tile == "x".join(map(str, auto["tile"])), variant
-        expected = "data_parallel" if variant == gemm.SAME_TILE else variant.removeprefix("streamk:")
+        assert plan["tile"] == auto["tile"] and plan["cluster"] == auto["cluster"], variant
+        assert request.tile == planner.tile_name(Request()) and request.tile.startswith(
+            "x".join(map(str, auto["tile"]))
+        )
+        expected = "data_parallel" if variant == SAME_TILE else variant.removeprefix("streamk:")
         assert plan["schedule"] == expected
-        assert (plan["partial_tiles"] > 0) == (variant != gemm.SAME_TILE)
+        assert (plan["partial_tiles"] > 0) == (variant != SAME_TILE)
     assert planner.plan(planner.request("streamk:data_parallel"))["partial_tiles"] == 0
 
 
 def test_a_forced_schedule_alone_would_change_the_tile():
     """Why the tile is forced too: the planner takes another one for each schedule."""
-    planner = Planner(1408, 3840, 4096, *SM90)
+    planner = Planner(1408, 3840, 4096, *PORTABLE)
     best = planner.plan(planner.request("streamk:data_parallel"))
-    same = planner.plan(planner.request(gemm.SAME_TILE))
+    same = planner.plan(planner.request(SAME_TILE))
     assert best["tile"] != same["tile"] and best["predicted_us"] < same["predicted_us"]
 
 
 def test_splits_are_the_cheapest_by_the_model():
-    planner = Planner(256, 4096, 16384, *SM90)
+    planner = Planner(256, 4096, 16384, *PORTABLE)
     chosen = planner.request("streamk:split_k")
-    costs = {s: planner.plan(Request("split_k", s, chosen.tile))["predicted_us"] for s in gemm._SPLITS}
+    costs = {
+        s: planner.plan(Request("split_k", s, chosen.tile))["predicted_us"]
+        for s in gemm_planner._SPLITS["split_k"]
+    }
     assert chosen.splits > 1 and costs[chosen.splits] == min(costs.values())
 
 
 def test_schedules_with_nothing_to_stream_are_skipped():
-    full = Planner(1536, 5632, 4096, *SM90)  # two full waves
+    full = Planner(1536, 5632, 4096, *PORTABLE)  # two full waves
     for variant in ("streamk:hybrid_first", "streamk:hybrid_last"):
         with pytest.raises(
             Skip, match="data-parallel here: nothing to stream among 528 tiles of 128 iterations"
@@ -198,7 +212,7 @@ def test_schedules_with_nothing_to_stream_are_skipped():
     assert full.request("streamk:stream_k").schedule == "stream_k"
     for variant in STREAMED:  # K too short to be cut
         with pytest.raises(Skip, match="data-parallel here"):
-            Planner(4096, 4096, 64, *SM90).request(variant)
+            Planner(4096, 4096, 64, *PORTABLE).request(variant)
 
 
 def test_plan_is_the_one_that_explain_gives():
@@ -206,7 +220,10 @@ def test_plan_is_the_one_that_explain_gives():
     planner = Planner.of(300, 200, 2000, torch.device("cpu"))
     plan = planner.plan(Request())
     explained = dict(tpk.explain("matmul", a, b).plan)
-    assert plan == {**explained, "tile": list(explained["tile"]), "multiprocessors": 0}
+    shown = {key: list(value) if isinstance(value, tuple) else value for key, value in explained.items()}
+    same = plan.keys() & shown.keys()
+    assert {"schedule", "tile", "tiles", "k_iters", "workers", "splits", "partial_tiles"} <= same
+    assert {key: plan[key] for key in same} == {key: shown[key] for key in same}
 
 
 # --- results -------------------------------------------------------------------------------------------------
@@ -243,12 +260,13 @@ def test_every_variant_is_right_on_the_cpu(variant, dtype, monkeypatch):
         assert runnable.extra["waves"] > 0 and runnable.extra["plan"]["tiles"] > 0
 
 
-@pytest.mark.parametrize("layout", ["forward", "dgrad", "wgrad", "padded"])
+@pytest.mark.parametrize("layout", ["forward", "dgrad", "wgrad", "columns", "padded"])
 def test_layouts_have_the_strides_of_their_names(layout):
     work = workload(33, 47, 65, layout)
     product = work.products[0]
     assert product.a.shape == (33, 65) and product.b.shape == (65, 47) and product.out.shape == (33, 47)
     strides = {"forward": ((65, 1), (1, 65)), "dgrad": ((65, 1), (47, 1)), "wgrad": ((1, 33), (47, 1))}
+    strides["columns"] = ((1, 33), (1, 65))
     assert (product.a.stride(), product.b.stride()) == strides.get(layout, ((66, 1), (1, 66)))
     for variant in ("blas", "streamk"):
         assert run(work.prepare(variant)).ok
@@ -294,7 +312,7 @@ def test_a_result_of_an_earlier_variant_does_not_count():
 def test_fp8_is_judged_by_its_own_operands(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     work = workload(48, 64, 256, dtype="bfloat16")
-    runnable = work.prepare(gemm.FP8)
+    runnable = work.prepare(FP8)
     try:
         check = run(runnable)
     except RuntimeError as error:
@@ -302,11 +320,13 @@ def test_fp8_is_judged_by_its_own_operands(monkeypatch):
     assert check.ok and check.error < 4e-3  # against the operands before their rounding it would be some 5 %
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     with pytest.raises(Skip, match=r"fp8 needs compute capability 8\.9 or newer, this device has 8\.0"):
-        work.prepare(gemm.FP8)
+        work.prepare(FP8)
 
 
 def test_memory_estimate_covers_two_buffer_sets():
     for case in SUITE.cases(Options(device="cpu", small=True, sets=tuple(SETS))):
+        if case.op != "matmul":
+            continue
         work = GemmWorkload(case, Context(CPU))
         used = sum(t.untyped_storage().nbytes() for p in work.products[:2] for t in (p.a, p.b, p.out))
         assert used <= SUITE.bytes_needed(case, CPU)

@@ -3,7 +3,8 @@
 
 namespace tpk::sm90a {
 
-constexpr int kClearThreads = 256;
+// One warp of few registers fits beside a product that has all the rest of its multiprocessor.
+constexpr int kClearThreads = 32;
 
 // For cudaLaunchKernelExC, one CTA; arguments: uint4* words, int count.
 const void* clear_function();

@@ -20,8 +20,8 @@ struct ClusterShape {
   int32_t n = 1;
   constexpr int32_t size() const { return m * n; }
 };
-inline constexpr ClusterShape kClusterShapes[] = {{2, 1}, {1, 2}, {1, 1}, {2, 2}};
-constexpr int kNumClusterShapes = 4;
+inline constexpr ClusterShape kClusterShapes[] = {{2, 1}, {1, 2}, {1, 1}};
+constexpr int kNumClusterShapes = 3;
 
 constexpr int kElementBytes = 2;
 constexpr int kSwizzleBytes = 128;                          // rows of a swizzled box

@@ -27,14 +27,14 @@ struct HopperCost {
 };
 
 inline constexpr HopperCost kCostHopper{
-    6.0,
-    2.5,
-    2.7e6,
-    3.0,
-    2.5,
-    0.004,
-    {{0.755, 0.755, 0.775, 0.75}, {0.76, 0.76, 0.775, 0.75}, {1.19, 1.19, 1.21, 1.18}, {0.595, 0.66, 0.72, 0.59}, {0.42, 0.44, 0.56, 0.42}},
-    {2.2, 2.4, 3.3, 0.7, 0.6}};
+    4.5,
+    7.0,
+    2.6e6,
+    1.0,
+    2.0,
+    0.001,
+    {{0.752, 0.758, 0.762}, {0.760, 0.748, 0.765}, {1.146, 1.120, 1.150}, {0.581, 0.600, 0.622}, {0.407, 0.387, 0.430}},
+    {2.5, 2.6, 6.0, 0.9, 0.6}};
 
 // running: clusters at work at once.
 inline double predict_us(const Problem& p, const Schedule& s, TileId tile, ClusterShape cluster, int64_t running,

@@ -1,0 +1,54 @@
+"""Bars of the gemm suite: the speeds that our kernel is to reach on one H100 or H200. The only place where they stand.
+
+A ratio is the other's time over ours, so above 1 ours is faster. What ours is compared with:
+
+``cublas``
+    cuBLAS on the same product; with an epilogue, torch's operations one after another.
+``data-parallel``
+    our own kernel with whole tiles only, with the tile that is best for that.
+``TN``
+    ours with the same product where K is contiguous in both operands (for the other three layouts).
+``plain``
+    ours without the epilogue, with as many columns of the weight in all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["BARS", "Against", "Bar"]
+
+Against = Literal["cublas", "data-parallel", "TN", "plain"]
+
+
+@dataclass(frozen=True)
+class Bar:
+    """``each``: what every shape of the set is to reach; ``mean``: what their geometric mean is to reach; 0 for none.
+
+    ``op``: of the set's cases those with this operation.
+    """
+
+    shape_set: str
+    op: str
+    against: Against
+    each: float = 0.0
+    mean: float = 0.0
+
+
+_AT_MOST_3_PERCENT = 1 / 1.03  # more time than the plain product
+_WITHIN_5_PERCENT = 1 / 1.05
+
+BARS = (
+    Bar("large", "matmul", "cublas", each=0.95, mean=1.00),
+    Bar("waves", "matmul", "cublas", mean=1.05),
+    Bar("waves", "matmul", "data-parallel", mean=1.15),
+    Bar("long-k", "matmul", "cublas", mean=0.97),
+    Bar("measured", "matmul", "cublas", mean=1.00),
+    Bar("transposes", "layouts", "TN", each=_WITHIN_5_PERCENT),
+    Bar("epilogues", "bias_gelu", "plain", each=_AT_MOST_3_PERCENT),
+    Bar("epilogues", "bias_silu", "plain", each=_AT_MOST_3_PERCENT),
+    Bar("epilogues", "swiglu", "plain", each=_AT_MOST_3_PERCENT),
+    Bar("epilogues", "swiglu", "cublas", each=1.1),
+    Bar("epilogues", "accumulate", "plain", each=_AT_MOST_3_PERCENT),
+)

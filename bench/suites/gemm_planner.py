@@ -1,0 +1,171 @@
+"""Plans of one product on one device, and what to ask of the kernel for each variant of ours.
+
+Names of variants: ``streamk`` is what users get, the cost model's tile and schedule. ``streamk:SCHEDULE`` forces a
+schedule with the tile of that choice, ``streamk:data_parallel`` with the tile that is best for it, and
+``streamk:dp-same-tile`` is data-parallel with the tile of ``streamk``. ``streamk:SCHEDULE@TILE`` forces both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..suite import Skip
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["SAME_TILE", "SCHEDULES", "STREAMED", "TILES", "Planner", "Request", "tile_variants"]
+
+SAME_TILE = "streamk:dp-same-tile"
+STREAMED = ("stream_k", "split_k", "hybrid_first", "hybrid_last", "hybrid_aligned")
+SCHEDULES = ("data_parallel", *STREAMED)
+# What the cost model chooses from where a schedule takes a number of splits; 1 of hybrid_aligned: the kernel's choice.
+_SPLITS = {"split_k": (2, 3, 4, 6, 8, 12, 16, 32), "hybrid_aligned": (1, 2, 3, 4, 5, 6, 7, 8)}
+
+_CLUSTERS = ("2x1", "1x2", "1x1")
+_HOPPER = tuple(
+    f"{tile}/{cluster}"
+    for tile in ("128x256x64", "256x128x64", "256x192x64", "128x192x64", "128x128x64")
+    for cluster in _CLUSTERS
+)
+
+# Tiles by kernel, for --tiles; those of the Hopper kernel with their clusters.
+TILES = {
+    "hopper": _HOPPER,
+    "portable": ("128x128x32", "64x64x32"),
+    "cpu": ("256x256x128", "128x128x128", "64x64x128", "32x256x128", "16x64x128"),
+}
+
+
+def tile_variants(tiles: Sequence[str]) -> list[str]:
+    """Names of the variants that force every schedule on each of the tiles."""
+    return [f"streamk:{schedule}@{tile}" for tile in tiles for schedule in SCHEDULES]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What streamk_gemm is told: schedule, splits of every tile, tile ("" for any)."""
+
+    schedule: str = "auto"
+    splits: int = 1
+    tile: str = ""
+
+
+class Planner:
+    """Plans of one product on one device.
+
+    Args:
+        m, n, k: of the product.
+        device: "cpu", "sm80", "sm90" (the Hopper kernel) or "sm90-portable", as torch.ops.tpkernels.streamk_plan
+            takes it.
+        multiprocessors: of the GPU; 0 on the CPU, where a plan has a worker for each thread.
+    """
+
+    def __init__(self, m: int, n: int, k: int, device: str, multiprocessors: int = 0) -> None:
+        self.size, self.device, self.multiprocessors = (m, n, k), device, multiprocessors
+        self._plans: dict[tuple[Request, tuple[int, int, int]], dict[str, Any]] = {}
+
+    @classmethod
+    def of(cls, m: int, n: int, k: int, device: torch.device, *, aligned: bool = True) -> Planner:
+        """For a device that is here. ``aligned``: TMA can load the operands, which the Hopper kernel needs."""
+        import torch
+
+        from tpkernels import _extensions
+
+        if device.type != "cuda":
+            return cls(m, n, k, "cpu")
+        properties = torch.cuda.get_device_properties(device)
+        hopper = properties.major == 9 and aligned and _extensions.is_loaded("_C_sm90a")
+        architecture = "sm80" if properties.major == 8 else "sm90" if hopper else "sm90-portable"
+        return cls(m, n, k, architecture, properties.multi_processor_count)
+
+    def plan(self, request: Request, size: tuple[int, int, int] | None = None) -> dict[str, Any]:
+        """What the kernel makes of a request; ``size`` in place of the product's.
+
+        Raises:
+            Skip: it does not take the schedule or the tile; the reason is its sentence.
+        """
+        key = (request, size or self.size)
+        if key not in self._plans:
+            self._plans[key] = self._ask(*key)
+        return self._plans[key]
+
+    def _ask(self, request: Request, size: tuple[int, int, int]) -> dict[str, Any]:
+        import torch
+
+        import tpkernels  # noqa: F401  (loads the ops)
+
+        try:
+            kind, numbers, predicted_us = torch.ops.tpkernels.streamk_plan(
+                1,
+                *size,
+                self.device,
+                request.schedule,
+                0,
+                request.splits,
+                self.multiprocessors,
+                request.tile,
+            )
+        except RuntimeError as error:
+            raise Skip(str(error).strip().partition("\n")[0]) from None
+        bm, bn, bk, tiles, k_iters, workers, splits, partial_tiles, cluster_m, cluster_n = numbers
+        return {
+            "schedule": kind,
+            "tile": [bm, bn, bk],
+            "cluster": [cluster_m, cluster_n],
+            "tiles": tiles,
+            "k_iters": k_iters,
+            "workers": workers,
+            "splits": splits,
+            "partial_tiles": partial_tiles,
+            "predicted_us": predicted_us,
+            "multiprocessors": self.multiprocessors,
+        }
+
+    def tile_name(self, request: Request) -> str:
+        """Name of the tile that a request gets, as the kernel takes it: "128x256x64/2x1" where there are clusters."""
+        plan = self.plan(request)
+        tile, cluster = ("x".join(map(str, plan[name])) for name in ("tile", "cluster"))
+        return f"{tile}/{cluster}" if self.device == "sm90" else tile
+
+    def request(self, variant: str) -> Request:
+        """What a variant of ours asks for.
+
+        Raises:
+            Skip: the kernel does not take it, or makes a streamed schedule data-parallel: there is nothing to stream,
+                or K is too short.
+        """
+        if variant == "streamk":
+            return Request()
+        schedule, _, tile = variant.removeprefix("streamk:").partition("@")
+        if schedule == "data_parallel":
+            return Request(schedule, 1, tile or self.tile_name(Request(schedule)))
+        tile = tile or self.tile_name(Request())
+        if variant == SAME_TILE:
+            return Request("data_parallel", 1, tile)
+        requests = [Request(schedule, splits, tile) for splits in _SPLITS.get(schedule, (1,))]
+        plans = {request: self.plan(request) for request in requests}
+        streamed = [request for request in requests if plans[request]["partial_tiles"] > 0]
+        if not streamed:
+            plan = plans[requests[0]]
+            why = f"{plan['tiles']} tiles of {plan['k_iters']} iterations of K"
+            raise Skip(f"{schedule} is data-parallel here: nothing to stream among {why}")
+        return min(streamed, key=lambda request: float(plans[request]["predicted_us"]))
+
+    def waves(self, request: Request) -> float:
+        """Tiles of a plan over those that the device computes at once; the fraction is how full the last wave is."""
+        plan = self.plan(request)
+        (bm, bn, bk), (cluster_m, cluster_n) = plan["tile"], plan["cluster"]
+        # Other plans may have fewer workers than run at once, or more; a data-parallel one of very many tiles has not.
+        whole = Request("data_parallel", 1, self.tile_name(request))
+        large = self.plan(whole, (cluster_m * bm << 10, cluster_n * bn << 10, bk))
+        return float(plan["tiles"]) / float(large["workers"])
+
+    def extra(self, request: Request) -> dict[str, Any]:
+        """For the row: the plan with its tile's name, and waves."""
+        return {
+            "plan": {**self.plan(request), "tile_name": self.tile_name(request)},
+            "waves": self.waves(request),
+        }
