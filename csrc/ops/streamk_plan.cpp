@@ -30,7 +30,7 @@ Found find(const tpk::Problem& p, const std::string& device, const std::string& 
   try {
     if (device == "sm90" || device == "cuda") {
       const auto residency = tpk::sm90a::full_residency(multiprocessors > 0 ? multiprocessors : 132);
-      const auto g = tpk::sm90a::plan_gemm(p, schedule, workers, splits, tile, false, residency);
+      const auto g = tpk::sm90a::plan_gemm(p, schedule, workers, splits, tile, false, false, residency);
       return {g.plan, tpk::sm90a::kTileShapes[static_cast<int>(g.tile)], g.cluster};
     }
     const bool sm80 = device == "sm80";

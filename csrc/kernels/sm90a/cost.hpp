@@ -1,12 +1,15 @@
 // Predicted time of a product on the Hopper kernel. It has to rank tiles, clusters and schedules, not to tell time:
 //
-//   time = launch + max(bytes / bandwidth, max over workers (iterations + epilogues + fix-up))
+//   time = launch + max(work, memory) + overlap * min(work, memory)
+//   work = max over workers (iterations + epilogues + fix-up)
+//   memory = bytes / bandwidth, every operand once
 //
-// Fitted on an H100 by `python -m bench gemm --tiles` (bench/results). Under a full load the clock follows power, so
+// Fitted on an H100 by what bench/suites/gemm.py measures with --tiles. Under a full load the clock follows power, so
 // iterations take longer than their cycles at the nominal clock.
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 
 #include "host/cost_model.hpp"
@@ -16,12 +19,14 @@ namespace tpk::sm90a {
 
 // Times in microseconds.
 struct HopperCost {
-  double launch_us;          // launch, first loads, last stores
-  double split_launch_us;    // beside that, where tiles are split: flags are cleared, tickets drawn
-  double bytes_per_us;       // of device memory
-  double publish_us;         // writing a partial tile and raising its flag, per 32 Ki elements of a CTA
-  double add_us;             // adding one partial, likewise
-  double depth;              // relative cost of an iteration for every depth of K at which workers stand, beyond the first
+  double launch_us;        // launch, first loads, last stores
+  double split_launch_us;  // beside that, where tiles are split: flags are cleared, tickets drawn, partials waited for
+  double bytes_per_us;     // of device memory
+  double overlap;          // how much of the shorter of work and memory shows
+  double l2_bytes;         // operands of so many bytes stay in L2
+  double publish_us;       // writing a partial tile, per 32 Ki elements of a warpgroup pair
+  double add_us;           // adding one, likewise
+  double finish_us;        // cooperative: arithmetic of an epilogue with bias, activation or sums, per 32 Ki elements
   double iter_us[kNumTiles][kNumClusterShapes];  // one iteration, in the order of TileId and kClusterShapes
   double epilogue_us[kNumTiles];                 // one tile: what is not hidden
 };
@@ -30,38 +35,61 @@ inline constexpr HopperCost kCostHopper{
     4.5,
     7.0,
     2.6e6,
+    0.15,
+    4.0e7,
     1.0,
-    2.0,
-    0.001,
+    1.0,
+    9.0,
     {{0.752, 0.758, 0.762}, {0.760, 0.748, 0.765}, {1.146, 1.120, 1.150}, {0.581, 0.600, 0.622}, {0.407, 0.387, 0.430}},
     {2.5, 2.6, 6.0, 0.9, 0.6}};
 
-// running: clusters at work at once.
-inline double predict_us(const Problem& p, const Schedule& s, TileId tile, ClusterShape cluster, int64_t running,
+// What the workers of a streamed piece bring from device memory takes so much longer than an iteration: those that stand
+// at one depth of K share operands, the c of them in a square block sqrt(c) times each; those at other depths do not.
+inline double starved_us(const Problem& p, const Schedule& s, TileId tile, ClusterShape cluster, double iter_us,
                          const HopperCost& c) {
+  const double operands = (static_cast<double>(p.m) + p.n) * p.k * kElementBytes;
+  if (operands <= c.l2_bytes) return 0;
+  const TileShape shape = cluster_tile(tile, cluster);
+  double total = 0;
+  for (int64_t i = 0; i < s.num_pieces; ++i) {
+    const Piece& piece = s.pieces[i];
+    if (piece.kind != PieceKind::kStreamed) continue;
+    const auto workers = static_cast<double>(piece.workers);
+    const double depths = piece.granules > 0 ? std::min<double>(static_cast<double>(piece.granules), workers) : workers;
+    const double bytes = static_cast<double>(shape.bm + shape.bn) * kBK * kElementBytes * workers;
+    const double load_us = bytes / std::sqrt(workers / depths) / c.bytes_per_us;
+    const double iters = static_cast<double>(piece.num_tiles) * static_cast<double>(s.k_iters) / workers;
+    total += iters * std::max(0.0, load_us - iter_us);
+  }
+  return total;
+}
+
+// running: clusters at work at once. finishes: the epilogue does more than round.
+inline double predict_us(const Problem& p, const Schedule& s, TileId tile, ClusterShape cluster, int64_t running,
+                         bool finishes, const HopperCost& c) {
   const int t = static_cast<int>(tile);
   int shape = 0;
   while (kClusterShapes[shape].m != cluster.m || kClusterShapes[shape].n != cluster.n) ++shape;
-  const double part = static_cast<double>(kTileShapes[t].bm) * kTileShapes[t].bn / 32768;
-  double longest = 0;
+  const double elements = static_cast<double>(kTileShapes[t].bm) * kTileShapes[t].bn / 32768;
+  // A pingpong tile's partials are written and added by one warpgroup.
+  const double part = kIsPingpong[t] ? 2 * elements : elements;
+  const double epilogue = c.epilogue_us[t] + (finishes && !kIsPingpong[t] ? c.finish_us * elements : 0);
+  double work = 0;
   // The first workers have the most whole tiles, and shares differ by one granule or less: a few tell.
   const int64_t last = s.workers - 1;
   for (const int64_t w : {int64_t{0}, int64_t{1}, last / 4, last / 2, last - last / 4, last - 1, last}) {
     if (w < 0 || w > last) continue;
     const WorkCounts n = count_work(s, w);
-    longest = std::max(longest, n.iterations * c.iter_us[t][shape] + n.epilogues * c.epilogue_us[t] +
-                                    n.partials_written * c.publish_us * part + n.partials_added * c.add_us * part);
+    work = std::max(work, n.iterations * c.iter_us[t][shape] + n.epilogues * epilogue +
+                              (n.partials_written * c.publish_us + n.partials_added * c.add_us) * part);
   }
-  int64_t depths = 1;
-  for (int64_t i = 0; i < s.num_pieces; ++i) {
-    const Piece& piece = s.pieces[i];
-    if (piece.kind == PieceKind::kStreamed) depths = std::max(depths, piece.granules > 0 ? piece.granules : piece.workers);
-  }
-  longest *= 1 + c.depth * static_cast<double>(std::min<int64_t>(depths, 64) - 1);
-  longest *= static_cast<double>(ceil_div(s.workers, std::max<int64_t>(1, running)));
+  work += starved_us(p, s, tile, cluster, c.iter_us[t][shape], c);
+  work *= static_cast<double>(ceil_div(s.workers, std::max<int64_t>(1, running)));
   const double bytes = static_cast<double>(p.batch) *
                        ((static_cast<double>(p.m) + p.n) * p.k * kElementBytes + 2.0 * p.m * p.n);
-  return c.launch_us + (s.num_slots > 0 ? c.split_launch_us : 0) + std::max(longest, bytes / c.bytes_per_us);
+  const double memory = bytes / c.bytes_per_us;
+  return c.launch_us + (s.num_slots > 0 ? c.split_launch_us : 0) + std::max(work, memory) +
+         c.overlap * std::min(work, memory);
 }
 
 }  // namespace tpk::sm90a

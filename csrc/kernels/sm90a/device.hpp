@@ -115,16 +115,17 @@ class DeviceCache {
     return residency_[device] = r;
   }
 
-  GemmPlan plan(const GemmCall& call, const Residency& r) {
+  // finishes: the epilogue does more than round.
+  GemmPlan plan(const GemmCall& call, bool finishes, const Residency& r) {
     const Problem& p = call.problem;
     Key key{p.batch,      p.m,          p.n,           p.k, call.device, call.multiprocessors, call.workers,
-            call.splits, call.gate.data != nullptr, std::string(call.schedule), std::string(call.tile)};
+            call.splits, call.gate.data != nullptr, finishes, std::string(call.schedule), std::string(call.tile)};
     const std::lock_guard lock(mutex_);
     const auto found = plans_.find(key);
     if (found != plans_.end()) return found->second;
     if (plans_.size() >= kMaxPlans) plans_.clear();
     return plans_[std::move(key)] = plan_gemm(p, call.schedule, call.workers,
-                                              call.splits, call.tile, call.gate.data != nullptr, r);
+                                              call.splits, call.tile, call.gate.data != nullptr, finishes, r);
   }
 
   // Host memory that a kernel writes before it stops; one record for the process, which such a stop ends.
@@ -145,8 +146,8 @@ class DeviceCache {
   }
 
  private:
-  using Key = std::tuple<int64_t, int64_t, int64_t, int64_t, int, int, int64_t, int64_t, bool, std::string,
-                         std::string>;
+  using Key = std::tuple<int64_t, int64_t, int64_t, int64_t, int, int, int64_t, int64_t, bool, bool,
+                         std::string, std::string>;
   static constexpr size_t kMaxPlans = 4096;
   std::mutex mutex_;
   std::set<std::pair<int, const void*>> prepared_;

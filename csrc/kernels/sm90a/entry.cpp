@@ -185,7 +185,9 @@ void launch(const GemmCall& call, cudaStream_t stream, const Allocator& allocato
       of_tile[i] = std::min<int64_t>(of_tile[i], call.multiprocessors / kClusterShapes[i].size());
     }
   }
-  const GemmPlan plan = cache.plan(call, residency);
+  const bool finishes = call.gate.data != nullptr || call.bias.data != nullptr || call.residual.data != nullptr ||
+                        call.preact.data != nullptr || call.activation != Activation::kNone || call.accumulate;
+  const GemmPlan plan = cache.plan(call, finishes, residency);
   const KernelInfo kernel = find_kernel(plan.tile, call.element, operands.a.major, operands.b.major);
   cache.prepare(call.device, kernel);
 

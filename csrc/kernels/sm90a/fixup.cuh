@@ -4,8 +4,8 @@
 // so every access of a warp is 512 contiguous bytes.
 //
 // The finisher's loading thread waits for the flags and brings the partials in through the stages of the main loop, as
-// if they were further iterations: chunks of 16 accumulators a thread, each from all slots in turn. Loads from the
-// consumers' own threads, a few registers' worth at a time, took 4 to 19 us a tile.
+// if they were further iterations: chunks of 16 accumulators a thread, each from all slots in turn, several to a stage.
+// Loads from the consumers' own threads, a few registers' worth at a time, took 4 to 19 us a tile.
 #pragma once
 
 #include "kernels/sm90a/fault.cuh"
@@ -16,10 +16,6 @@
 namespace tpk::sm90a {
 
 constexpr uint32_t kPartialReady = 1;
-// Parts of a slot: one for every warpgroup that works on the tile, of every CTA of the cluster.
-template <class Tile>
-constexpr int kPartsPerCta = Tile::kPingpong ? 1 : kConsumers;
-
 template <class Tile>
 struct SlotView {
   static constexpr int64_t kPartFloats = int64_t{Tile::kRows} * Tile::kBN;
@@ -70,19 +66,28 @@ __device__ __forceinline__ void load_partials(const GemmParams& p, SharedStorage
     }
   }
   fence_async_proxy();  // what was acquired, before the bulk copies read it
+  const int slots = item.partials();
+  const int total = kChunks<Tile> * slots;
+  int chunk = 0;
+  int slot = 0;
 #pragma unroll 1
-  for (int chunk = 0; chunk < kChunks<Tile>; ++chunk) {
+  for (int done = 0; done < total; done += kChunksPerStage<Tile>) {
+    const int count = min(kChunksPerStage<Tile>, total - done);
+    s.empty_barrier(stage.index).wait(stage.phase ^ 1);
+    LoadBarrier& full = s.full_barrier(stage.index);
+    full.arrive_and_expect_tx(count * kPartsPerCta<Tile> * kChunkBytes);
+    auto* to = reinterpret_cast<unsigned char*>(&s.stages[stage.index]);
 #pragma unroll 1
-    for (int slot = item.first_slot; slot < item.end_slot; ++slot) {
-      s.empty_barrier(stage.index).wait(stage.phase ^ 1);
-      LoadBarrier& full = s.full_barrier(stage.index);
-      full.arrive_and_expect_tx(kPartsPerCta<Tile> * kChunkBytes);
-      auto* to = reinterpret_cast<unsigned char*>(&s.stages[stage.index]);
-      for (int part = 0; part < kPartsPerCta<Tile>; ++part) {
-        bulk_load(to + part * kChunkBytes, view.slot(slot, part) + chunk * (kChunkBytes / 4), kChunkBytes, &full);
+    for (int i = 0; i < count; ++i) {
+      for (int part = 0; part < kPartsPerCta<Tile>; ++part, to += kChunkBytes) {
+        bulk_load(to, view.slot(item.first_slot + slot, part) + chunk * (kChunkBytes / 4), kChunkBytes, &full);
       }
-      stage.advance();
+      if (++slot == slots) {
+        slot = 0;
+        ++chunk;
+      }
     }
+    stage.advance();
   }
 }
 
@@ -92,13 +97,16 @@ template <class Tile>
 __device__ __forceinline__ void add_partials(SharedStorage<Tile>& s, int slots, int part,
                                              RingPosition<Tile::kStages>& stage, Accumulators<Tile>& acc) {
   static_assert(Tile::kBlockAccumulators % kChunkValues == 0, "A chunk lies in one block.");
+  int left = kChunks<Tile> * slots;  // chunks of partials
+  int in_stage = 0;
 #pragma unroll
   for (int chunk = 0; chunk < kChunks<Tile>; ++chunk) {
     float sum[kChunkValues] = {};
 #pragma unroll 1
     for (int i = 0; i < slots; ++i) {
-      s.full_barrier(stage.index).wait(stage.phase);
-      const uint32_t from = shared_address(&s.stages[stage.index]) + part * kChunkBytes + threadIdx.x % kWarpgroup * 16;
+      if (in_stage == 0) s.full_barrier(stage.index).wait(stage.phase);
+      const uint32_t from = shared_address(&s.stages[stage.index]) +
+                            (in_stage * kPartsPerCta<Tile> + part) * kChunkBytes + threadIdx.x % kWarpgroup * 16;
 #pragma unroll
       for (int j = 0; j < kChunkValues; j += 4) {
         float x[4];
@@ -109,9 +117,13 @@ __device__ __forceinline__ void add_partials(SharedStorage<Tile>& s, int slots, 
 #pragma unroll
         for (int n = 0; n < 4; ++n) sum[j + n] += x[n];
       }
-      __syncwarp();  // every lane has read
-      release_stage(s, stage.index);
-      stage.advance();
+      --left;
+      if (++in_stage == kChunksPerStage<Tile> || left == 0) {
+        __syncwarp();  // every lane has read
+        release_stage(s, stage.index);
+        stage.advance();
+        in_stage = 0;
+      }
     }
     constexpr int kPerBlock = Tile::kBlockAccumulators / kChunkValues;
     float* to = &acc[chunk / kPerBlock][chunk % kPerBlock * kChunkValues];

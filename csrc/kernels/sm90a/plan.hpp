@@ -52,7 +52,7 @@ inline bool is_tile_name(std::string_view text) {
 
 // The plan that the arguments name; predicted_us is infinite where no cluster of this shape fits.
 inline GemmPlan make_gemm_plan(const Problem& p, TileId tile, int cluster_index, ScheduleKind kind, int64_t workers,
-                               int64_t splits, bool gated, const Residency& residency) {
+                               int64_t splits, bool gated, bool finishes, const Residency& residency) {
   GemmPlan g;
   g.tile = tile;
   g.cluster = kClusterShapes[cluster_index];
@@ -71,15 +71,18 @@ inline GemmPlan make_gemm_plan(const Problem& p, TileId tile, int cluster_index,
   g.plan.splits = last.granules > 0                                     ? last.granules
                   : kind == ScheduleKind::kSplitK && s.num_slots > 0 ? s.workers / g.plan.order.size()
                                                                         : 1;
-  g.plan.predicted_us = predict_us(p, s, tile, g.cluster, min64(max64(1, resident), s.workers), kCostHopper);
+  g.plan.predicted_us = predict_us(p, s, tile, g.cluster, min64(max64(1, resident), s.workers), finishes,
+                                   kCostHopper);
   return g;
 }
 
 // The best plan of every tile and cluster that `tile` allows ("" allows all), cheapest first. schedule: a name of
-// host/schedule_builder.hpp or "auto". workers: tickets that run at once, 0 for as many as fit. Throws
+// host/schedule_builder.hpp or "auto". workers: tickets that run at once, 0 for as many as fit. finishes: the epilogue
+// does more than round, which pingpong tiles hide. Throws
 // std::invalid_argument with a sentence where an argument makes no sense.
 inline std::vector<GemmPlan> candidates(const Problem& p, std::string_view schedule, int64_t workers, int64_t splits,
-                                        std::string_view tile, bool gated, const Residency& residency) {
+                                        std::string_view tile, bool gated, bool finishes,
+                                        const Residency& residency) {
   std::vector<GemmPlan> found;
   bool named = false;
   for (int t = 0; t < kNumTiles; ++t) {
@@ -92,7 +95,7 @@ inline std::vector<GemmPlan> candidates(const Problem& p, std::string_view sched
       if (residency.clusters[t][c] < 1) continue;
       std::optional<GemmPlan> best;
       const auto consider = [&](ScheduleKind kind, int64_t n) {
-        const GemmPlan plan = make_gemm_plan(p, id, c, kind, workers, n, gated, residency);
+        const GemmPlan plan = make_gemm_plan(p, id, c, kind, workers, n, gated, finishes, residency);
         if (!best || plan.plan.predicted_us < best->plan.predicted_us) best = plan;
       };
       if (schedule != "auto") {
@@ -125,8 +128,8 @@ inline std::vector<GemmPlan> candidates(const Problem& p, std::string_view sched
 }
 
 inline GemmPlan plan_gemm(const Problem& p, std::string_view schedule, int64_t workers, int64_t splits,
-                          std::string_view tile, bool gated, const Residency& residency) {
-  return candidates(p, schedule, workers, splits, tile, gated, residency).front();
+                          std::string_view tile, bool gated, bool finishes, const Residency& residency) {
+  return candidates(p, schedule, workers, splits, tile, gated, finishes, residency).front();
 }
 
 }  // namespace tpk::sm90a

@@ -70,7 +70,7 @@ __device__ __forceinline__ void run_scheduler(const GemmParams& p, SharedStorage
   const auto push = [&](WorkItem item) {
     item.stage = stage.index;
     item.phase = stage.phase;
-    stage.advance(item.iters + kChunks<Tile> * item.partials());
+    stage.advance(item.iters + fixup_stages<Tile>(item.partials()));
     s.item_empty_barrier(ring.index).wait(ring.phase ^ 1);
     s.items[ring.index] = item;
     s.item_full_barrier(ring.index).arrive();

@@ -69,11 +69,22 @@ struct RingPosition {
   }
 };
 
-// Fix-up: accumulators of a thread that travel together, through one stage.
+// Fix-up: accumulators of a thread that travel together. Chunk by chunk, and of each chunk partial by partial, as many
+// as fit into a stage.
 constexpr int kChunkValues = 16;
 constexpr int kChunkBytes = kChunkValues * kWarpgroup * static_cast<int>(sizeof(float));
 template <class Tile>
 constexpr int kChunks = Tile::kAccumulators / kChunkValues;
+// Parts of a partial: one for every warpgroup that works on the tile, of every CTA of the cluster.
+template <class Tile>
+constexpr int kPartsPerCta = Tile::kPingpong ? 1 : kConsumers;
+template <class Tile>
+constexpr int kChunksPerStage = Tile::kStageBytes / (kPartsPerCta<Tile> * kChunkBytes);
+// Stages that adding so many partials takes.
+template <class Tile>
+__device__ __forceinline__ int fixup_stages(int partials) {
+  return (kChunks<Tile> * partials + kChunksPerStage<Tile> - 1) / kChunksPerStage<Tile>;
+}
 
 // Where this CTA stands in its cluster.
 struct ClusterPlace {
