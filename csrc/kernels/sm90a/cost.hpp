@@ -33,15 +33,15 @@ struct HopperCost {
 
 inline constexpr HopperCost kCostHopper{
     4.5,
-    7.0,
-    2.6e6,
-    0.15,
+    9.5,
+    2.7e6,
+    0.02,
     4.0e7,
-    1.0,
-    1.0,
+    0.2,
+    1.2,
     9.0,
-    {{0.752, 0.758, 0.762}, {0.760, 0.748, 0.765}, {1.146, 1.120, 1.150}, {0.581, 0.600, 0.622}, {0.407, 0.387, 0.430}},
-    {2.5, 2.6, 6.0, 0.9, 0.6}};
+    {{0.761, 0.762, 0.765}, {0.769, 0.767, 0.770}, {1.160, 1.150, 1.165}, {0.588, 0.607, 0.653}, {0.407, 0.392, 0.435}},
+    {2.4, 2.1, 6.5, 0.8, 0.45}};
 
 // What the workers of a streamed piece bring from device memory takes so much longer than an iteration: those that stand
 // at one depth of K share operands, the c of them in a square block sqrt(c) times each; those at other depths do not.
