@@ -1,7 +1,6 @@
-"""Helpers of the Stream-K kernel's tests: operands in any layout, poisoned outputs, comparison with float64.
+"""Tables of the GPU kernels' tests: tiles, clusters, schedules; and helpers that need a GPU.
 
-Inputs lie inside buffers full of NaN, so a read beside a matrix shows; outputs start as NaN inside canaries, so an
-element that is left out, or a write beside the output, shows.
+The rest is in tests/gemm_checks.py, for CPU tests too.
 """
 
 from __future__ import annotations
@@ -9,10 +8,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import pytest
 import torch
+from gemm_checks import activate, embed, gemm, integers, output, randn
 
-import tpkernels  # noqa: F401  (loads the ops)
-from tpkernels.testing import Canary, assert_close_tiles, canary_view
+from tpkernels import _extensions
+from tpkernels.testing import Canary, assert_close_tiles
+
+__all__ = ["activate", "embed", "gemm", "integers", "output", "randn"]  # for those who import them from here
 
 DTYPES = [torch.bfloat16, torch.float16]
 OUT_DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -26,84 +29,86 @@ SCHEDULES = [
     "hybrid_last",
     "own_first",
     "every_shard",
+    "hybrid_aligned",
 ]
-TILES = ["128x128x32", "64x64x32"]
+TILES = ["128x128x32", "64x64x32"]  # of the portable kernel
 HOPPER_TILES = ["128x256x64", "256x128x64", "256x192x64", "128x192x64", "128x128x64"]
+GATED_TILES = ["128x256x64", "256x128x64", "128x128x64"]  # whose columns can be halved
+CLUSTERS = ["/2x1", "/1x2", "/1x1"]
 # How a matrix lies in memory: which dim is contiguous, whether 16-byte loads are possible.
 FAST = ["rows", "cols"]
 SLOW = ["rows_odd", "cols_odd", "strided"]
+# NN, NT, TN, TT: how a and b lie.
+LAYOUTS = [("rows", "rows"), ("rows", "cols"), ("cols", "rows"), ("cols", "cols")]
+
+# Plans that cut tiles, wherever K allows it. splits counts for the last two only.
+SPLIT_PLANS: list[dict[str, Any]] = [
+    {"schedule": "stream_k"},
+    {"schedule": "split_k", "splits": 3},
+    {"schedule": "hybrid_aligned", "splits": 4},
+]
+# Data-parallel and the above in turn, with few and with odd numbers of workers.
+PLANS: list[dict[str, Any]] = [
+    {"schedule": "data_parallel"},
+    *SPLIT_PLANS,
+    {"schedule": "stream_k", "workers": 5},
+    {"schedule": "hybrid_first"},
+    {"schedule": "data_parallel", "workers": 3},
+    {"schedule": "auto"},
+]
 
 Tensor = torch.Tensor
 
 
-def embed(values: Tensor, layout: str) -> Tensor:
-    """The same values [batch, rows, cols] in another layout, surrounded by NaN."""
-    batch, rows, cols = values.shape
-    fast, slow = (cols, rows) if layout.startswith(("rows", "strided")) else (rows, cols)
-    step = 3 if layout == "strided" else 1
-    if layout in FAST:
-        pitch, offset = (fast + 7) // 8 * 8 + 8, 16
-    else:
-        pitch, offset = step * fast + 1 - fast % 2 + 2, 1
-    buffer = torch.full(
-        (offset + batch * slow * pitch + 64,), math.nan, dtype=values.dtype, device=values.device
-    )
-    strides = (
-        (slow * pitch, pitch, step)
-        if fast == cols and slow == rows and not layout.startswith("cols")
-        else None
-    )
-    if strides is None:
-        strides = (slow * pitch, step, pitch)
-    view = buffer.as_strided((batch, rows, cols), strides, offset)
-    view.copy_(values)
-    return view
+def _why_no_hopper_kernel() -> str:
+    if not torch.cuda.is_available():
+        return ""  # the marker gpu1 says so
+    if torch.cuda.get_device_capability() != (9, 0):
+        return "the Hopper kernel needs compute capability 9.0"
+    return "" if _extensions.is_loaded("_C_sm90a") else "_C_sm90a was not built or not loaded"
 
 
-def output(shape: tuple[int, ...], dtype: torch.dtype, layout: str = "rows") -> Canary:
-    """A NaN-filled output inside a canary."""
-    options: dict[str, Any] = {
-        "rows": {"pad": 8 - shape[-1] % 8, "offset": 16},
-        "rows_odd": {"pad": 7, "offset": 1},
-        "cols": {"order": [0, 2, 1], "pad": 8, "offset": 16},
-        "strided": {"pad": 5, "offset": 3, "step": 2},
-    }[layout]
-    return canary_view(shape, dtype, "cuda", **options)
+hopper_only = pytest.mark.skipif(bool(_why_no_hopper_kernel()), reason=_why_no_hopper_kernel() or "-")
+_HOPPER = [pytest.param(tile, marks=hopper_only) for tile in HOPPER_TILES]
+ANY_TILE = [*_HOPPER, *TILES, ""]  # for parametrize; "" is what the device takes by itself
+HOPPER_AND_CHEAPEST = [*_HOPPER, ""]
 
 
-def activate(x: Tensor, name: str) -> Tensor:
-    if name == "relu":
-        return x.clamp(min=0)
-    if name == "silu":
-        return torch.nn.functional.silu(x)
-    if name == "gelu":
-        return torch.nn.functional.gelu(x)
-    if name == "gelu_tanh":
-        return torch.nn.functional.gelu(x, approximate="tanh")
-    return x
+def is_hopper(tile: str) -> bool:
+    return tile.partition("/")[0] in HOPPER_TILES
 
 
-def randn(*shape: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    return torch.randn(*shape, device="cuda", generator=generator).to(dtype)
+def variants(tile: str) -> list[str]:
+    """The tile with each cluster, where it is the Hopper kernel's."""
+    return [tile + cluster for cluster in CLUSTERS] if is_hopper(tile) else [tile]
 
 
-def gemm(
-    a: Tensor,
-    b: Tensor,
-    out: Tensor,
-    *,
-    bias: Tensor | None = None,
-    preact: Tensor | None = None,
-    activation: str = "none",
-    accumulate: bool = False,
-    schedule: str = "auto",
-    workers: int = 0,
-    splits: int = 1,
-    tile: str = "",
-) -> None:
-    torch.ops.tpkernels.streamk_gemm(
-        a, b, bias, out, preact, activation, accumulate, schedule, workers, splits, tile
-    )
+def need_memory(gib: int) -> None:
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info()[0] >> 30
+    if free < gib:
+        pytest.skip(f"needs {gib} GiB of free GPU memory, found {free}")
+
+
+class PoisonedAllocator:
+    """torch's free memory is full of one byte, so that the next workspace is.
+
+    0xFF: NaN, and flags of -1. 0x7F: 3.4e38, and flags that look as if they had been raised long ago.
+    """
+
+    BYTES = 192 << 20
+
+    def __init__(self, byte: int) -> None:
+        self.byte = byte
+        torch.cuda.empty_cache()
+        block = torch.full((self.BYTES,), byte, dtype=torch.uint8, device="cuda")
+        self.address = block.data_ptr()
+
+    def was_used(self) -> bool:
+        """Whether something else was allocated there since, and written."""
+        block = torch.empty(self.BYTES, dtype=torch.uint8, device="cuda")
+        assert block.data_ptr() == self.address, "the allocator did not give the same block again"
+        return bool((block != self.byte).any())
 
 
 def check(a: Tensor, b: Tensor, out: Canary, *, preact: Canary | None = None, **options: Any) -> None:
@@ -127,3 +132,12 @@ def check(a: Tensor, b: Tensor, out: Canary, *, preact: Canary | None = None, **
             preact.tensor, want_preact, preact.tensor.dtype, k=k, magnitude=size, name="preact"
         )
         preact.check("preact")
+
+
+def bits(x: Tensor) -> Tensor:
+    """As integers, so that NaN equals NaN."""
+    return x.view(torch.int32 if x.element_size() == 4 else torch.int16)
+
+
+def filled(*shape: int, dtype: torch.dtype, value: float = math.nan) -> Tensor:
+    return torch.full(shape, value, dtype=dtype, device="cuda")

@@ -120,12 +120,7 @@ void fill_epilogue(GemmParams& p, const GemmCall& c) {
   p.bias_stride = c.problem.n > 1 ? c.bias.col_stride * bytes_of(c.bias.kind) : 0;
   p.activation = c.activation;
   p.alpha = c.alpha;
-  const auto view = view_output(c.out, q.batch, q.m, q.n);
-  p.reduce = c.accumulate && c.out.kind == ScalarKind::kFp32 && view;
-  if (p.reduce) {
-    constexpr uint32_t kWarpRows = 16;
-    p.map_sum = encode_tensor_map(*view, c.out.kind, kSwizzleBytes / sizeof(float), kWarpRows);
-  }
+  p.reduce = c.accumulate && c.out.kind == ScalarKind::kFp32 && p.out.aligned;
   if (c.residual.data != nullptr) p.late[p.num_late++] = addend_of(c.residual, c.problem);
   if (c.accumulate && !p.reduce) p.late[p.num_late++] = addend_of(c.out, c.problem);
   if (c.hooks != nullptr) p.hooks = *c.hooks;

@@ -1,7 +1,7 @@
 // Epilogue of a consumer warp: 16 rows of a block of 64, in slabs of 32 columns, so that few registers are needed
 // beside the accumulators. Slabs go through a small swizzled buffer of the warp's own, so that whole lines are
 // stored. Ordinary stores, not TMA: its queue is full of the next tile's loads then, and waiting for it to read
-// buffers cost 3 us a tile. Only sums into an fp32 output go by TMA, which adds in L2.
+// buffers cost 3 us a tile.
 #pragma once
 
 #include "kernels/sm90a/finish.cuh"
@@ -27,24 +27,6 @@ struct StagingBuffer {
 
   // All lanes call it before they write: all have read what was there.
   __device__ __forceinline__ void acquire() const { __syncwarp(); }
-
-  // The same where TMA read it.
-  __device__ __forceinline__ void acquire_from_tma() const {
-    if (lane == 0) wait_stores_read<0>();
-    __syncwarp();
-  }
-
-  // Hands the buffer to TMA, which adds it to the output. All lanes call it.
-  __device__ __forceinline__ void add(const CUtensorMap* map, int col, int row, int batch) const {
-    fence_async_proxy();
-    __syncwarp();
-    if (lane != 0) return;
-    asm volatile("cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(
-                     map),
-                 "r"(address), "r"(col), "r"(row), "r"(batch)
-                 : "memory");
-    commit_stores();
-  }
 };
 
 // 32 fp32 columns to a buffer.
@@ -75,8 +57,8 @@ __device__ __forceinline__ void stage_half(ScalarKind kind, uint32_t buffer, int
 }
 
 // 16 rows of a buffer to memory, kChunks of 16 bytes of each. row, col: the buffer's first element in the output.
-// kWhole: the output's columns are whole chunks.
-template <int kBytes, int kChunks, bool kWhole>
+// kWhole: the output's columns are whole chunks. kAdd (fp32): added to what is there, in L2, each element once.
+template <int kBytes, int kChunks, bool kWhole, bool kAdd = false>
 __device__ __forceinline__ void store_buffer(const Output& to, uint32_t buffer, int row, int col, int batch,
                                              int rows, int cols, int lane) {
   constexpr int kColumns = 16 / kBytes;  // of a chunk
@@ -97,14 +79,20 @@ __device__ __forceinline__ void store_buffer(const Output& to, uint32_t buffer, 
                  : "r"(buffer + r * kSwizzleBytes + ((chunk ^ (r & 7)) << 4))
                  : "memory");
     if (row + r >= rows) continue;
-    if (whole) {
+    if (whole && kAdd) {
+      asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p), "f"(__uint_as_float(x.x)),
+                   "f"(__uint_as_float(x.y)), "f"(__uint_as_float(x.z)), "f"(__uint_as_float(x.w))
+                   : "memory");
+    } else if (whole) {
       *reinterpret_cast<uint4*>(p) = x;
     } else if (!kWhole) {  // the last columns of a width that is no multiple of a chunk
       const uint32_t words[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
       for (int j = 0; j < kColumns; ++j) {
         if (col + j >= cols) break;
-        if (kBytes == 4) {
+        if (kAdd) {
+          atomicAdd(reinterpret_cast<float*>(p + 4 * j), __uint_as_float(words[j % 4]));
+        } else if (kBytes == 4) {
           *reinterpret_cast<uint32_t*>(p + 4 * j) = words[j % 4];
         } else {
           *reinterpret_cast<unsigned short*>(p + 2 * j) = static_cast<unsigned short>(words[j / 2] >> 16 * (j % 2));
@@ -148,16 +136,16 @@ __device__ __forceinline__ void store_plain(const GemmParams& p, const WorkItem&
 __device__ __forceinline__ void write_slab(const GemmParams& p, const Output& to, bool add, const SlabPlace& at,
                                            const float (&v)[kSlabValues], const StagingBuffer& staging) {
   const int lane = staging.lane;
-  if (add) {
-    staging.acquire_from_tma();
-    stage_fp32(staging.address, v, lane);
-    staging.add(&p.map_sum, at.col, at.row, at.batch);
-  } else if (!to.aligned) {
+  if (!to.aligned) {
     store_slab_direct(p.out_kind, to, at, v, lane);
   } else if (p.out_kind == ScalarKind::kFp32) {
     staging.acquire();
     stage_fp32(staging.address, v, lane);
-    store_buffer<4, 8, false>(to, staging.address, at.row, at.col, at.batch, at.rows, at.cols, lane);
+    if (add) {
+      store_buffer<4, 8, false, true>(to, staging.address, at.row, at.col, at.batch, at.rows, at.cols, lane);
+    } else {
+      store_buffer<4, 8, false>(to, staging.address, at.row, at.col, at.batch, at.rows, at.cols, lane);
+    }
   } else {
     staging.acquire();
     stage_half(p.out_kind, staging.address, 0, v, lane);
@@ -182,16 +170,22 @@ __device__ __forceinline__ void take_slab(const Accumulators<Tile>& acc, int sla
   }
 }
 
-// A warp's part of the tile with everything that may be asked for. One copy of the code for all slabs.
+// A warp's part of the tile with everything that may be asked for. One copy of the code for all slabs. bias: of the tile's
+// columns, in shared memory.
 template <class Tile>
 __device__ __forceinline__ void store_finished(const GemmParams& p, const WorkItem& item, int row,
-                                               const Accumulators<Tile>& acc, const StagingBuffer& staging) {
+                                               const Accumulators<Tile>& acc, const float* bias,
+                                               const StagingBuffer& staging) {
   constexpr int kSlabs = Tile::kBN / kSlabColumns;
   const int slabs = p.gated ? kSlabs / 2 : kSlabs;
+  int block = 0;
+  int slab = -1;
 #pragma unroll 1
   for (int i = 0; i < Tile::kBlocks * slabs; ++i) {
-    const int block = i / slabs;
-    const int slab = i - block * slabs;
+    if (++slab == slabs) {
+      slab = 0;
+      ++block;
+    }
     const SlabPlace at{row + 64 * block, item.n + slab * kSlabColumns, item.batch,
                        static_cast<int>(p.problem.m), static_cast<int>(p.problem.n)};
     if (at.row >= at.rows || at.col >= at.cols) continue;
@@ -202,7 +196,8 @@ __device__ __forceinline__ void store_finished(const GemmParams& p, const WorkIt
       take_slab<Tile, true>(acc, block * kSlabs + kSlabs / 2 + slab, p.alpha, v);
     } else {
       if (slab == 0 && p.hooks.sum.count > 0) wait_for_addends(p, at.row, staging.lane);
-      finish_product(p, at, v, staging.lane);
+      for (int a = 0; a < p.hooks.sum.count; ++a) add_slab(p.hooks.sum.addends[a], at, v, staging.lane);
+      if (p.bias != nullptr) add_bias(bias + slab * kSlabColumns, v, staging.lane);
       if (p.preact.data != nullptr) write_slab(p, p.preact, false, at, v, staging);
       activate_slab(p.activation, v);
     }
@@ -216,8 +211,7 @@ __device__ __forceinline__ void store_finished(const GemmParams& p, const WorkIt
 __device__ __forceinline__ void ring_doorbells(const GemmParams& p, const WorkItem& item, int rows, int lane) {
   const DoorbellHook& h = p.hooks.doorbell;
   if (item.n >= p.problem.n) return;  // a CTA of the cluster that has no columns
-  if (lane == 0) wait_stores_done();
-  __threadfence_system();  // every lane's own stores, where they did not go through TMA
+  __threadfence_system();  // every lane's own stores
   __syncwarp();
   if (lane != 0) return;
   int begin = 0;

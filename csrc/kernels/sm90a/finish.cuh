@@ -149,26 +149,31 @@ __device__ __forceinline__ void wait_for_addends(const GemmParams& p, int row, i
   __syncwarp();
 }
 
-// The addends in order, bias: what the pre-activation is.
-__device__ __forceinline__ void finish_product(const GemmParams& p, const SlabPlace& at, float (&v)[kSlabValues],
-                                               int lane) {
-#pragma unroll 1
-  for (int i = 0; i < p.hooks.sum.count; ++i) add_slab(p.hooks.sum.addends[i], at, v, lane);
-  if (p.bias != nullptr) {
-    // Each lane loads a column; the lanes that need it ask for it.
-    const int64_t col = at.col + lane;
-    const char* from = static_cast<const char*>(p.bias) + col * p.bias_stride;
-    const float x = col < at.cols ? load_scalar(p.bias_kind, from) : 0.0f;
+// v += bias, which holds the slab's columns.
+__device__ __forceinline__ void add_bias(const float* bias, float (&v)[kSlabValues], int lane) {
+  const uint32_t from = shared_address(bias) + (lane & 3) * 8;
 #pragma unroll
-    for (int j = 0; j < kSlabValues / 4; ++j) {
-      const float bx = __shfl_sync(~0u, x, 8 * j + 2 * (lane & 3));
-      const float by = __shfl_sync(~0u, x, 8 * j + 2 * (lane & 3) + 1);
-      v[4 * j] += bx;
-      v[4 * j + 1] += by;
-      v[4 * j + 2] += bx;
-      v[4 * j + 3] += by;
-    }
+  for (int j = 0; j < kSlabValues / 4; ++j) {
+    float x;
+    float y;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x), "=f"(y) : "r"(from + 32 * j) : "memory");
+    v[4 * j] += x;
+    v[4 * j + 1] += y;
+    v[4 * j + 2] += x;
+    v[4 * j + 3] += y;
   }
+}
+
+// The bias of kColumns columns from `col` on to shared memory, by the 128 threads of a warpgroup, before the main loop:
+// its latency is hidden there.
+template <int kColumns>
+__device__ __forceinline__ void load_bias(const GemmParams& p, int col, float* to, int barrier) {
+  named_sync(barrier, kWarpgroup);  // all have read what was there
+  for (int i = thread_number() % kWarpgroup; i < kColumns; i += kWarpgroup) {
+    const char* from = static_cast<const char*>(p.bias) + static_cast<int64_t>(col + i) * p.bias_stride;
+    to[i] = col + i < p.problem.n ? load_scalar(p.bias_kind, from) : 0.0f;
+  }
+  named_sync(barrier, kWarpgroup);
 }
 
 }  // namespace tpk::sm90a

@@ -119,7 +119,8 @@ __device__ __forceinline__ void add_partials(SharedStorage<Tile>& s, int slots, 
       }
       --left;
       if (++in_stage == kChunksPerStage<Tile> || left == 0) {
-        __syncwarp();  // every lane has read
+        fence_async_proxy();  // these reads, before the loads that TMA puts there
+        __syncwarp();
         release_stage(s, stage.index);
         stage.advance();
         in_stage = 0;

@@ -43,6 +43,7 @@ __device__ __forceinline__ void run_consumer(const GemmParams& p, SharedStorage<
       release();
       continue;
     }
+    if (p.bias != nullptr) load_bias<Tile::kBN>(p, item.n, s.bias[consumer], kOwnBarrier + consumer);
     if (Tile::kPingpong) named_sync(kTurnBarrier + consumer, 2 * kWarpgroup);
     const int slots = item.partials();
     RingPosition<Tile::kStages> stage{item.stage, item.phase};
@@ -69,12 +70,11 @@ __device__ __forceinline__ void run_consumer(const GemmParams& p, SharedStorage<
     if (p.plain) {
       store_plain<Tile>(p, item, first, acc, staging);
     } else {
-      store_finished<Tile>(p, item, first, acc, staging);
+      store_finished<Tile>(p, item, first, acc, s.bias[consumer], staging);
     }
     if (p.hooks.doorbell.counters != nullptr) ring_doorbells(p, item, Tile::kBM, staging.lane);
     release();
   }
-  if (threadIdx.x % 32 == 0) wait_stores_read<0>();  // shared memory must outlive them
 }
 
 template <class Tile, Element kElement, Major kMajorA, Major kMajorB>

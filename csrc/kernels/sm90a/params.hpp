@@ -23,11 +23,10 @@ struct Output {
 };
 
 struct GemmParams {
-  // Boxes of one stage, or of an epilogue warp (16 rows x 128 bytes). Unused ones are zero.
+  // Boxes of one stage. Unused ones are zero.
   CUtensorMap map_a;
   CUtensorMap map_b;
   CUtensorMap map_gate;
-  CUtensorMap map_sum;  // of an fp32 output that TMA adds to
 
   // 0 where a batch stride is 0 (one matrix for all): the map has one batch then.
   int32_t batch_step_a = 1;
@@ -37,7 +36,7 @@ struct GemmParams {
   int32_t cluster_n = 1;
   bool gated = false;     // the first half of a tile's columns is A * gate, the second A * B
   bool plain = true;      // out = A * B and nothing else, in whole chunks of 16 bytes
-  bool reduce = false;    // out += through TMA, fp32 only
+  bool reduce = false;    // fp32: out += where it lies
   ScalarKind out_kind = ScalarKind::kBf16;  // of preact too
   ScalarKind bias_kind = ScalarKind::kBf16;
   Activation activation = Activation::kNone;
@@ -48,7 +47,7 @@ struct GemmParams {
   Output preact;
   const void* bias = nullptr;
   int64_t bias_stride = 0;  // bytes
-  int32_t num_late = 0;     // added after the activation: the residual, and out where TMA cannot accumulate
+  int32_t num_late = 0;     // added after the activation: the residual, and out where it cannot be added to
   Addend late[2];
 
   uint32_t* ticket = nullptr;  // null where no tile is split: workers are then dealt out by cluster number

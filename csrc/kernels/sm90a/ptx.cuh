@@ -90,19 +90,6 @@ __device__ __forceinline__ void bulk_load(void* to, const void* from, uint32_t b
                : "memory");
 }
 
-// Waits until at most kPending of this thread's latest bulk stores still read shared memory.
-template <int kPending>
-__device__ __forceinline__ void wait_stores_read() {
-  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
-}
-// Waits until all of this thread's bulk stores are in memory.
-__device__ __forceinline__ void wait_stores_done() {
-  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
-}
-__device__ __forceinline__ void commit_stores() {
-  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-}
-
 // Four 8 x 8 blocks of 2-byte elements; lanes 8 j ... 8 j + 7 give the row addresses of block j.
 __device__ __forceinline__ void store_matrix_x4(uint32_t address, uint32_t a, uint32_t b, uint32_t c,
                                                 uint32_t d) {

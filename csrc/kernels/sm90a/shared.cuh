@@ -32,6 +32,7 @@ struct alignas(1024) SharedStorage {
   };
   Stage stages[Tile::kStages];
   unsigned char staging[kConsumers * 4][kStagingBytes];  // per consumer warp
+  float bias[kConsumers][Tile::kBN];                     // of the tile that each warpgroup works on
   uint64_t full[Tile::kStages];                          // loaded by TMA, of this CTA and its cluster peer
   uint64_t empty[Tile::kStages];                         // released by the consumers that multicast reaches
   uint64_t item_full[kItems];
