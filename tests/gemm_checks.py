@@ -103,9 +103,9 @@ def differences(actual: Tensor, want: Tensor, tile: int = 128) -> str:
         for at in (bad[0].tolist(), bad[len(bad) // 2].tolist(), bad[-1].tolist())
     ]
     return (
-        f"{len(bad)} of {actual.numel()} elements differ ({nans} are NaN), rows {int(rows.min())} to {int(rows.max())}, "
-        f"columns {int(cols.min())} to {int(cols.max())}, {len(tiles)} blocks of {tile} x {tile}: {tiles[:8]}; "
-        + "; ".join(samples)
+        f"{len(bad)} of {actual.numel()} elements differ ({nans} are NaN), "
+        f"rows {int(rows.min())} to {int(rows.max())}, columns {int(cols.min())} to {int(cols.max())}, "
+        f"{len(tiles)} blocks of {tile} x {tile}: {tiles[:8]}; " + "; ".join(samples)
     )
 
 

@@ -1,5 +1,5 @@
-// Division of non-negative 64-bit integers, on the device without a function call: there the compiler's own is a
-// subroutine, and ptxas serialises wgmma in kernels that call one.
+// Division of non-negative 64-bit integers, on the device without a function call: there the compiler's own
+// is a subroutine, and ptxas serialises wgmma in kernels that call one.
 #pragma once
 
 #include <cstdint>

@@ -5,8 +5,9 @@
 //   streamed  its tiles' iterations laid end to end and cut into equal shares (Stream-K).
 // Every known decomposition is a value of this structure: data-parallel (one waves piece), textbook
 // Stream-K (one streamed piece), split-K (one streamed piece with tiles * splits workers), the paper's
-// two-tile hybrid (streamed, then waves), the same cut at few depths of K, and the orders that let communication
-// hide (remainder last, own shard first, every shard in turn). Kernels follow the data; they do not know the names.
+// two-tile hybrid (streamed, then waves), the same cut at few depths of K, and the orders that let
+// communication hide (remainder last, own shard first, every shard in turn). Kernels follow the data; they do
+// not know the names.
 //
 // A worker is one CTA (or one cluster). Workers are tickets: whoever starts next takes the next number,
 // so worker w never starts before worker w - 1. Two rules make a plan finish on any number of resident
@@ -33,8 +34,9 @@ struct Piece {
   int64_t workers = 0;
   int64_t handicapped = 0;
   int64_t handicap = 0;
-  // Streamed only. Above 0: tiles are cut at multiples of K / granules and nowhere else, so that at any time the
-  // workers stand at few different depths of K, and those at the same one share operands in L2. No handicaps.
+  // Streamed only. Above 0: tiles are cut at multiples of K / granules and nowhere else, so that at any time
+  // the workers stand at few different depths of K, and those at the same one share operands in L2. No
+  // handicaps.
   int64_t granules = 0;
 };
 

@@ -17,13 +17,13 @@
 namespace tpk {
 
 enum class ScheduleKind : int32_t {
-  kDataParallel,  // waves only
-  kStreamK,       // textbook: all tiles streamed
-  kSplitK,        // every tile cut into splits equal runs of K, one ticket each
-  kHybridFirst,   // streamed remainder (one to two waves), then waves: the paper's two-tile hybrid
-  kHybridLast,    // waves, then the streamed remainder
-  kOwnFirst,      // remainder of the own shard streamed, waves, remainder of the others streamed
-  kEveryShard,    // hybrid_first for every shard in turn
+  kDataParallel,   // waves only
+  kStreamK,        // textbook: all tiles streamed
+  kSplitK,         // every tile cut into splits equal runs of K, one ticket each
+  kHybridFirst,    // streamed remainder (one to two waves), then waves: the paper's two-tile hybrid
+  kHybridLast,     // waves, then the streamed remainder
+  kOwnFirst,       // remainder of the own shard streamed, waves, remainder of the others streamed
+  kEveryShard,     // hybrid_first for every shard in turn
   kHybridAligned,  // waves, then the remainder, cut at few depths of K
 };
 constexpr int kNumScheduleKinds = 8;
@@ -63,7 +63,7 @@ inline ScheduleKind parse_schedule_kind(std::string_view text) {
 
 struct ScheduleOptions {
   int64_t workers = 1;
-  int64_t min_iters = 4;     // a shorter run of iterations costs more in fix-up than it balances
+  int64_t min_iters = 4;  // a shorter run of iterations costs more in fix-up than it balances
   int64_t splits = 1;  // split_k: pieces of a tile; hybrid_aligned: depths at which one is cut, 1: the best
   int64_t comm_workers = 0;  // tickets 0 ... comm_workers - 1 also communicate,
   int64_t comm_iters = 0;    // which costs each of them as much as this many iterations
@@ -148,16 +148,16 @@ class ScheduleBuilder {
     push(p);
   }
 
-  // How many of count tiles to cut at few depths: the remainder. Where it is so small that each of its tiles would be
-  // shared by many workers, whose partials the finisher adds one after another, a wave more.
+  // How many of count tiles to cut at few depths: the remainder. Where it is so small that each of its tiles
+  // would be shared by many workers, whose partials the finisher adds one after another, a wave more.
   int64_t aligned_tiles(int64_t count) const {
     constexpr int64_t kMostShares = 4;
     const int64_t rest = count % s_.workers;
     return rest * kMostShares < s_.workers && rest > 0 && count > s_.workers ? rest + s_.workers : rest;
   }
 
-  // Tiles cut at multiples of K / granules, as many shares as there are workers or granules. Whole tiles if that
-  // takes no longer.
+  // Tiles cut at multiples of K / granules, as many shares as there are workers or granules. Whole tiles if
+  // that takes no longer.
   void aligned(int64_t count, int64_t granules) {
     if (count <= 0) return;
     const int64_t g = s_.workers;
@@ -201,7 +201,8 @@ class ScheduleBuilder {
   }
 
  private:
-  // The granules with which the longest share is shortest; fewer among equals. More than kMost cut it little finer.
+  // The granules with which the longest share is shortest; fewer among equals. More than kMost cut it little
+  // finer.
   int64_t best_granules(int64_t count) const {
     constexpr int64_t kMost = 12;
     const int64_t g = s_.workers;

@@ -1,5 +1,5 @@
-// One call of a GPU product, as the op hands it to the kernels of an architecture. Pure C++: no torch, so that
-// libraries with different kernels share it and a test can make one by hand.
+// One call of a GPU product, as the op hands it to the kernels of an architecture. Pure C++: no torch, so
+// that libraries with different kernels share it and a test can make one by hand.
 //
 //   v   = alpha * (A * B)                          fp32
 //   v  += addends, one after another               see kernels/gemm_hooks.hpp

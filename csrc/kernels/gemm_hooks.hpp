@@ -1,5 +1,5 @@
-// What a product can be tied to while it runs: operand rows that still arrive, results that someone waits for,
-// and buffers that the epilogue adds. A plain product has none of the three. Pure C++.
+// What a product can be tied to while it runs: operand rows that still arrive, results that someone waits
+// for, and buffers that the epilogue adds. A plain product has none of the three. Pure C++.
 #pragma once
 
 #include <cstdint>
@@ -11,10 +11,10 @@ namespace tpk {
 constexpr int kMaxChunks = 64;   // blocks of rows that arrive, or leave, together
 constexpr int kMaxAddends = 16;  // peers, and a residual
 
-// Arrival: the rows [row_end[c - 1], row_end[c]) of A, or a slab of slab_k elements of K of them, are written by
-// someone else, who raises flags[c * slabs + slab] to *epoch afterwards (release, system scope). The kernel
-// reads no element of a chunk before its flag has been seen, so flags and rows may be raised in any order; but a
-// schedule whose first tiles need the last chunks only waits.
+// Arrival: the rows [row_end[c - 1], row_end[c]) of A, or a slab of slab_k elements of K of them, are written
+// by someone else, who raises flags[c * slabs + slab] to *epoch afterwards (release, system scope). The
+// kernel reads no element of a chunk before its flag has been seen, so flags and rows may be raised in any
+// order; but a schedule whose first tiles need the last chunks only waits.
 struct ArrivalHook {
   const uint32_t* flags = nullptr;  // null: A is complete
   const uint32_t* epoch = nullptr;  // in device memory, so that a CUDA graph may be replayed
@@ -24,9 +24,9 @@ struct ArrivalHook {
   int32_t row_end[kMaxChunks] = {};
 };
 
-// Doorbell: when every tile that has rows of a chunk is in memory, bells[c] is set to 1 (release, system scope).
-// Counters must be zero before the first call and are zero after each. Chunks as above, of the output's rows of
-// batch 0; batches must then be one.
+// Doorbell: when every tile that has rows of a chunk is in memory, bells[c] is set to 1 (release, system
+// scope). Counters must be zero before the first call and are zero after each. Chunks as above, of the
+// output's rows of batch 0; batches must then be one.
 struct DoorbellHook {
   uint32_t* counters = nullptr;  // null: nobody waits
   uint32_t* bells = nullptr;

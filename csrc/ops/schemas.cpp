@@ -49,22 +49,24 @@ STABLE_TORCH_LIBRARY(tpkernels, m) {
       "streamk_gemm(Tensor a, Tensor b, Tensor? bias, Tensor(o!) out, Tensor(p!)? preact, str activation, "
       "bool accumulate, str schedule='auto', int workers=0, int splits=1, str tile='', Tensor? gate=None, "
       "Tensor? residual=None, float alpha=1.0, int multiprocessors=0) -> ()");
-  // A plain product tied to flags, in _C_sm90a: what the fused operations will be made of. Rows of a that arrive in
-  // blocks (arrival_rows: their ends; slab_k: in slabs of K too) are not read before their flag has reached the epoch;
-  // blocks of out's rows (bell_rows) set their bell to 1 when they are in memory; addends are added in fp32, each
-  // block of flag_rows rows once its flag has reached the epoch. Words are int32. See kernels/gemm_hooks.hpp.
+  // A plain product tied to flags, in _C_sm90a: what the fused operations will be made of. Rows of a that
+  // arrive in blocks (arrival_rows: their ends; slab_k: in slabs of K too) are not read before their flag has
+  // reached the epoch; blocks of out's rows (bell_rows) set their bell to 1 when they are in memory; addends
+  // are added in fp32, each block of flag_rows rows once its flag has reached the epoch. Words are int32. See
+  // kernels/gemm_hooks.hpp.
   m.def(
-      "streamk_gemm_hooked(Tensor a, Tensor b, Tensor(o!) out, str schedule, int workers, int splits, str tile, "
+      "streamk_gemm_hooked(Tensor a, Tensor b, Tensor(o!) out, str schedule, int workers, int splits, str "
+      "tile, "
       "Tensor? arrival_flags, Tensor? arrival_epoch, int[] arrival_rows, int slab_k, Tensor(c!)? counters, "
       "Tensor(d!)? bells, int[] bell_rows, Tensor[] addends, Tensor[] addend_flags, Tensor? addend_epoch, "
       "int flag_rows, float timeout_s) -> ()");
   // How _C_sm80 learns of the Hopper kernel: the address of a GemmEntry (kernels/gemm_call.hpp), 0 for none.
   m.def("sm90a_entry() -> int");
   m.def("attach_sm90a(int entry) -> ()");
-  // What streamk_gemm would do, without doing it; device is "cpu", "sm80", "sm90" (the Hopper kernel; "cuda" is the
-  // same) or "sm90-portable", multiprocessors = 0 means 108 and 132:
-  // (schedule name, [bm, bn, bk, tiles, k_iters, workers, splits, partial tiles, cluster m, cluster n], predicted us).
-  // bm and bn are of a CTA; tiles, workers and partial tiles count clusters.
+  // What streamk_gemm would do, without doing it; device is "cpu", "sm80", "sm90" (the Hopper kernel; "cuda"
+  // is the same) or "sm90-portable", multiprocessors = 0 means 108 and 132: (schedule name, [bm, bn, bk,
+  // tiles, k_iters, workers, splits, partial tiles, cluster m, cluster n], predicted us). bm and bn are of a
+  // CTA; tiles, workers and partial tiles count clusters.
   m.def(
       "streamk_plan(int batch, int m, int n, int k, str device, str schedule='auto', int workers=0, "
       "int splits=1, int multiprocessors=0, str tile='') -> (str, int[], float)");

@@ -1,5 +1,5 @@
-// torch.ops.tpkernels.sm90a_entry: where the Hopper kernels are entered. Python hands the address to attach_sm90a
-// once both libraries are loaded, so that neither links to the other.
+// torch.ops.tpkernels.sm90a_entry: where the Hopper kernels are entered. Python hands the address to
+// attach_sm90a once both libraries are loaded, so that neither links to the other.
 #include <torch/csrc/stable/library.h>
 
 #include <cstdint>

@@ -1,5 +1,6 @@
-// torch.ops.tpkernels.streamk_gemm_hooked: a plain product on the Hopper kernel tied to flags in device memory, see
-// kernels/gemm_hooks.hpp. What the fused operations are made of, one rank at a time; tests play the other ranks.
+// torch.ops.tpkernels.streamk_gemm_hooked: a plain product on the Hopper kernel tied to flags in device
+// memory, see kernels/gemm_hooks.hpp. What the fused operations are made of, one rank at a time; tests play
+// the other ranks.
 #include <cuda_runtime_api.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
@@ -47,12 +48,12 @@ uint32_t* words_of(const char* name, const std::optional<Tensor>& t, int64_t lea
 // The ends of consecutive blocks of rows.
 template <size_t kMost>
 int32_t fill_rows(const char* name, const std::vector<int64_t>& ends, int64_t rows, int32_t (&to)[kMost]) {
-  REQUIRE(!ends.empty() && ends.size() <= kMost, name, " must name 1 to ", kMost, " blocks of rows, but it names ",
-          ends.size(), ".");
+  REQUIRE(!ends.empty() && ends.size() <= kMost, name, " must name 1 to ", kMost,
+          " blocks of rows, but it names ", ends.size(), ".");
   int64_t before = 0;
   for (size_t i = 0; i < ends.size(); ++i) {
-    REQUIRE(ends[i] >= before && ends[i] <= rows, name, " must grow and end at M = ", rows, ", but entry ", i, " is ",
-            ends[i], ".");
+    REQUIRE(ends[i] >= before && ends[i] <= rows, name, " must grow and end at M = ", rows, ", but entry ", i,
+            " is ", ends[i], ".");
     to[i] = static_cast<int32_t>(before = ends[i]);
   }
   REQUIRE(before == rows, name, " must end at M = ", rows, ", but it ends at ", before, ".");
@@ -61,12 +62,12 @@ int32_t fill_rows(const char* name, const std::vector<int64_t>& ends, int64_t ro
 
 void streamk_gemm_hooked(const Tensor& a, const Tensor& b, const Tensor& out, const std::string& schedule,
                          int64_t workers, int64_t splits, const std::string& tile,
-                         const std::optional<Tensor>& arrival_flags, const std::optional<Tensor>& arrival_epoch,
-                         const std::vector<int64_t>& arrival_rows, int64_t slab_k,
-                         const std::optional<Tensor>& counters, const std::optional<Tensor>& bells,
-                         const std::vector<int64_t>& bell_rows, const std::vector<Tensor>& addends,
-                         const std::vector<Tensor>& addend_flags, const std::optional<Tensor>& addend_epoch,
-                         int64_t flag_rows, double timeout_s) {
+                         const std::optional<Tensor>& arrival_flags,
+                         const std::optional<Tensor>& arrival_epoch, const std::vector<int64_t>& arrival_rows,
+                         int64_t slab_k, const std::optional<Tensor>& counters,
+                         const std::optional<Tensor>& bells, const std::vector<int64_t>& bell_rows,
+                         const std::vector<Tensor>& addends, const std::vector<Tensor>& addend_flags,
+                         const std::optional<Tensor>& addend_epoch, int64_t flag_rows, double timeout_s) {
   tpk::GemmCall c;
   c.a = matrix_of("a", a);
   c.b = matrix_of("b", b);
@@ -89,8 +90,8 @@ void streamk_gemm_hooked(const Tensor& a, const Tensor& b, const Tensor& out, co
   tpk::GemmHooks hooks;
   if (!arrival_rows.empty()) {
     tpk::ArrivalHook& h = hooks.arrival;
-    REQUIRE(slab_k >= 0 && slab_k % 64 == 0, "slab_k must be 0 (all of K) or a multiple of 64, but it is ", slab_k,
-            ".");
+    REQUIRE(slab_k >= 0 && slab_k % 64 == 0, "slab_k must be 0 (all of K) or a multiple of 64, but it is ",
+            slab_k, ".");
     h.num_chunks = fill_rows("arrival_rows", arrival_rows, c.problem.m, h.row_end);
     h.slab_k = static_cast<int32_t>(slab_k);
     h.slabs = slab_k > 0 ? static_cast<int32_t>(tpk::ceil_div(c.problem.k, slab_k)) : 1;
@@ -110,11 +111,13 @@ void streamk_gemm_hooked(const Tensor& a, const Tensor& b, const Tensor& out, co
           "addend_flags must be as many as addends, or none.");
   for (size_t i = 0; i < addends.size(); ++i) {
     const Matrix m = matrix_of("addends", addends[i]);
-    REQUIRE(addends[i].size(0) == a.size(0) && addends[i].size(1) == a.size(1) && addends[i].size(2) == b.size(2),
-            "addends must be [batch, M, N] like out.");
+    REQUIRE(
+        addends[i].size(0) == a.size(0) && addends[i].size(1) == a.size(1) && addends[i].size(2) == b.size(2),
+        "addends must be [batch, M, N] like out.");
     tpk::Addend& t = hooks.sum.addends[hooks.sum.count++];
     const int64_t bytes = tpk::bytes_of(m.kind);
-    t = {m.data, m.batch_stride * bytes, m.row_stride * bytes, m.col_stride * bytes, m.kind, 1, nullptr, nullptr};
+    t = {m.data, m.batch_stride * bytes, m.row_stride * bytes, m.col_stride * bytes, m.kind, 1, nullptr,
+         nullptr};
     if (addend_flags.empty()) continue;
     REQUIRE(flag_rows >= 1, "flag_rows must be at least 1, but it is ", flag_rows, ".");
     t.flag_rows = static_cast<int32_t>(flag_rows);
@@ -127,7 +130,8 @@ void streamk_gemm_hooked(const Tensor& a, const Tensor& b, const Tensor& out, co
   const torch::stable::accelerator::DeviceGuard guard(c.device);
   (void)cudaDeviceGetAttribute(&c.multiprocessors, cudaDevAttrMultiProcessorCount, c.device);
   void* stream = nullptr;
-  REQUIRE(aoti_torch_get_current_cuda_stream(c.device, &stream) == 0, "torch could not name the current CUDA stream.");
+  REQUIRE(aoti_torch_get_current_cuda_stream(c.device, &stream) == 0,
+          "torch could not name the current CUDA stream.");
   struct Workspace {
     const Tensor& like;
     std::optional<Tensor> memory;
@@ -149,4 +153,6 @@ void streamk_gemm_hooked(const Tensor& a, const Tensor& b, const Tensor& out, co
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(tpkernels, CUDA, m) { m.impl("streamk_gemm_hooked", TORCH_BOX(&streamk_gemm_hooked)); }
+STABLE_TORCH_LIBRARY_IMPL(tpkernels, CUDA, m) {
+  m.impl("streamk_gemm_hooked", TORCH_BOX(&streamk_gemm_hooked));
+}

@@ -19,8 +19,8 @@ struct Found {
   tpk::sm90a::ClusterShape cluster;
 };
 
-// A CUDA plan assumes what the device holds when it is empty, and for the portable kernel the residency of the vector
-// kernels; operands that need element loads, and cards with little shared memory, may get another.
+// A CUDA plan assumes what the device holds when it is empty, and for the portable kernel the residency of
+// the vector kernels; operands that need element loads, and cards with little shared memory, may get another.
 Found find(const tpk::Problem& p, const std::string& device, const std::string& schedule, int64_t workers,
            int64_t splits, int64_t multiprocessors, const std::string& tile) {
   if (device == "cpu") {
@@ -46,9 +46,10 @@ Found find(const tpk::Problem& p, const std::string& device, const std::string& 
 std::tuple<std::string, std::vector<int64_t>, double> streamk_plan(
     int64_t batch, int64_t m, int64_t n, int64_t k, const std::string& device, const std::string& schedule,
     int64_t workers, int64_t splits, int64_t multiprocessors, const std::string& tile) {
-  TPK_REQUIRE(device == "sm80" || device == "cpu" || device == "cuda" || device == "sm90" || device == "sm90-portable",
-              "streamk_plan: device must be 'cpu', 'cuda', 'sm80', 'sm90' or 'sm90-portable', but it is '", device,
-              "'.");
+  TPK_REQUIRE(device == "sm80" || device == "cpu" || device == "cuda" || device == "sm90" ||
+                  device == "sm90-portable",
+              "streamk_plan: device must be 'cpu', 'cuda', 'sm80', 'sm90' or 'sm90-portable', but it is '",
+              device, "'.");
   TPK_REQUIRE(batch >= 0 && m >= 0 && n >= 0 && k >= 0,
               "streamk_plan: batch, m, n and k must not be negative, but they are ", batch, ", ", m, ", ", n,
               " and ", k, ".");
@@ -57,8 +58,8 @@ std::tuple<std::string, std::vector<int64_t>, double> streamk_plan(
               " and ", multiprocessors, ".");
   const Found f = find({m, n, k, batch}, device, schedule, workers, splits, multiprocessors, tile);
   const tpk::Schedule& s = f.plan.schedule;
-  std::vector<int64_t> numbers{f.tile.bm,     f.tile.bn, f.tile.bk,     f.plan.order.size(), s.k_iters,
-                               s.workers,     f.plan.splits, s.num_slots, f.cluster.m,         f.cluster.n};
+  std::vector<int64_t> numbers{f.tile.bm, f.tile.bn,     f.tile.bk,   f.plan.order.size(), s.k_iters,
+                               s.workers, f.plan.splits, s.num_slots, f.cluster.m,         f.cluster.n};
   return {tpk::name(f.plan.kind), std::move(numbers), f.plan.predicted_us};
 }
 

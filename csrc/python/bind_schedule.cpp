@@ -22,8 +22,7 @@ std::string repr(const Piece& p) {
   return std::string("Piece(kind='") + kind_name(p) + "', first_tile=" + std::to_string(p.first_tile) +
          ", num_tiles=" + std::to_string(p.num_tiles) + ", first_worker=" + std::to_string(p.first_worker) +
          ", workers=" + std::to_string(p.workers) + ", handicapped=" + std::to_string(p.handicapped) +
-         ", handicap=" + std::to_string(p.handicap) +
-         ", granules=" + std::to_string(p.granules) + ")";
+         ", handicap=" + std::to_string(p.handicap) + ", granules=" + std::to_string(p.granules) + ")";
 }
 
 std::vector<Piece> pieces(const Schedule& s) { return {s.pieces, s.pieces + s.num_pieces}; }

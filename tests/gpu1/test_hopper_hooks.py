@@ -80,7 +80,9 @@ def test_no_chunk_is_read_before_its_flag(tile: str, schedule: str, generator: t
 
 @pytest.mark.parametrize("tile", HOPPER_TILES)
 @pytest.mark.parametrize("schedule", ["data_parallel", "hybrid_aligned"])
-def test_a_bell_rings_when_its_rows_are_in_memory(tile: str, schedule: str, generator: torch.Generator) -> None:
+def test_a_bell_rings_when_its_rows_are_in_memory(
+    tile: str, schedule: str, generator: torch.Generator
+) -> None:
     """Rung once a launch, counters back at zero, all rows there; three launches and a graph replay."""
     m, n, k = 900, 408, 1104
     rows = [256, 300, 300, 899, 900]
@@ -196,6 +198,8 @@ except RuntimeError as error:
 
 
 def test_a_chunk_that_never_comes_stops_the_kernel_and_is_named() -> None:
-    done = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", LATE], capture_output=True, text=True, timeout=120, check=False
+    )
     assert "stopped" in done.stdout, done.stderr
     assert "waited 50 ms for slab 0 of chunk 0 of a: its flag is 4, expected 5" in done.stdout, done.stdout

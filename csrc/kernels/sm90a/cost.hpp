@@ -1,11 +1,12 @@
-// Predicted time of a product on the Hopper kernel. It has to rank tiles, clusters and schedules, not to tell time:
+// Predicted time of a product on the Hopper kernel. It has to rank tiles, clusters and schedules, not to tell
+// time:
 //
 //   time = launch + max(work, memory) + overlap * min(work, memory)
 //   work = max over workers (iterations + epilogues + fix-up)
 //   memory = bytes / bandwidth, every operand once
 //
-// Fitted on an H100 by what bench/suites/gemm.py measures with --tiles. Under a full load the clock follows power, so
-// iterations take longer than their cycles at the nominal clock.
+// Fitted on an H100 by what bench/suites/gemm.py measures with --tiles. Under a full load the clock follows
+// power, so iterations take longer than their cycles at the nominal clock.
 #pragma once
 
 #include <algorithm>
@@ -20,33 +21,39 @@ namespace tpk::sm90a {
 // Times in microseconds.
 struct HopperCost {
   double launch_us;        // launch, first loads, last stores
-  double split_launch_us;  // beside that, where tiles are split: flags are cleared, tickets drawn, partials waited for
+  double split_launch_us;  // beside that, where tiles are split: flags are cleared, tickets drawn, partials
+                           // waited for
   double bytes_per_us;     // of device memory
   double overlap;          // how much of the shorter of work and memory shows
   double l2_bytes;         // operands of so many bytes stay in L2
   double publish_us;       // writing a partial tile, per 32 Ki elements of a warpgroup pair
   double add_us;           // adding one, likewise
-  double finish_us;        // cooperative: arithmetic of an epilogue with bias, activation or sums, per 32 Ki elements
+  double
+      finish_us;  // cooperative: arithmetic of an epilogue with bias, activation or sums, per 32 Ki elements
   double iter_us[kNumTiles][kNumClusterShapes];  // one iteration, in the order of TileId and kClusterShapes
   double epilogue_us[kNumTiles];                 // one tile: what is not hidden
 };
 
-inline constexpr HopperCost kCostHopper{
-    4.5,
-    9.5,
-    2.7e6,
-    0.02,
-    4.0e7,
-    0.2,
-    1.2,
-    9.0,
-    {{0.761, 0.762, 0.765}, {0.769, 0.767, 0.770}, {1.160, 1.150, 1.165}, {0.588, 0.607, 0.653}, {0.407, 0.392, 0.435}},
-    {2.4, 2.1, 6.5, 0.8, 0.45}};
+inline constexpr HopperCost kCostHopper{4.5,
+                                        9.5,
+                                        2.7e6,
+                                        0.02,
+                                        4.0e7,
+                                        0.2,
+                                        1.2,
+                                        9.0,
+                                        {{0.761, 0.762, 0.765},
+                                         {0.769, 0.767, 0.770},
+                                         {1.160, 1.150, 1.165},
+                                         {0.588, 0.607, 0.653},
+                                         {0.407, 0.392, 0.435}},
+                                        {2.4, 2.1, 6.5, 0.8, 0.45}};
 
-// What the workers of a streamed piece bring from device memory takes so much longer than an iteration: those that stand
-// at one depth of K share operands, the c of them in a square block sqrt(c) times each; those at other depths do not.
-inline double starved_us(const Problem& p, const Schedule& s, TileId tile, ClusterShape cluster, double iter_us,
-                         const HopperCost& c) {
+// What the workers of a streamed piece bring from device memory takes so much longer than an iteration: those
+// that stand at one depth of K share operands, the c of them in a square block sqrt(c) times each; those at
+// other depths do not.
+inline double starved_us(const Problem& p, const Schedule& s, TileId tile, ClusterShape cluster,
+                         double iter_us, const HopperCost& c) {
   const double operands = (static_cast<double>(p.m) + p.n) * p.k * kElementBytes;
   if (operands <= c.l2_bytes) return 0;
   const TileShape shape = cluster_tile(tile, cluster);
@@ -55,7 +62,8 @@ inline double starved_us(const Problem& p, const Schedule& s, TileId tile, Clust
     const Piece& piece = s.pieces[i];
     if (piece.kind != PieceKind::kStreamed) continue;
     const auto workers = static_cast<double>(piece.workers);
-    const double depths = piece.granules > 0 ? std::min<double>(static_cast<double>(piece.granules), workers) : workers;
+    const double depths =
+        piece.granules > 0 ? std::min<double>(static_cast<double>(piece.granules), workers) : workers;
     const double bytes = static_cast<double>(shape.bm + shape.bn) * kBK * kElementBytes * workers;
     const double load_us = bytes / std::sqrt(workers / depths) / c.bytes_per_us;
     const double iters = static_cast<double>(piece.num_tiles) * static_cast<double>(s.k_iters) / workers;
@@ -65,8 +73,8 @@ inline double starved_us(const Problem& p, const Schedule& s, TileId tile, Clust
 }
 
 // running: clusters at work at once. finishes: the epilogue does more than round.
-inline double predict_us(const Problem& p, const Schedule& s, TileId tile, ClusterShape cluster, int64_t running,
-                         bool finishes, const HopperCost& c) {
+inline double predict_us(const Problem& p, const Schedule& s, TileId tile, ClusterShape cluster,
+                         int64_t running, bool finishes, const HopperCost& c) {
   const int t = static_cast<int>(tile);
   int shape = 0;
   while (kClusterShapes[shape].m != cluster.m || kClusterShapes[shape].n != cluster.n) ++shape;

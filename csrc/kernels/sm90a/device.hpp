@@ -118,14 +118,24 @@ class DeviceCache {
   // finishes: the epilogue does more than round.
   GemmPlan plan(const GemmCall& call, bool finishes, const Residency& r) {
     const Problem& p = call.problem;
-    Key key{p.batch,      p.m,          p.n,           p.k, call.device, call.multiprocessors, call.workers,
-            call.splits, call.gate.data != nullptr, finishes, std::string(call.schedule), std::string(call.tile)};
+    Key key{p.batch,
+            p.m,
+            p.n,
+            p.k,
+            call.device,
+            call.multiprocessors,
+            call.workers,
+            call.splits,
+            call.gate.data != nullptr,
+            finishes,
+            std::string(call.schedule),
+            std::string(call.tile)};
     const std::lock_guard lock(mutex_);
     const auto found = plans_.find(key);
     if (found != plans_.end()) return found->second;
     if (plans_.size() >= kMaxPlans) plans_.clear();
-    return plans_[std::move(key)] = plan_gemm(p, call.schedule, call.workers,
-                                              call.splits, call.tile, call.gate.data != nullptr, finishes, r);
+    return plans_[std::move(key)] = plan_gemm(p, call.schedule, call.workers, call.splits, call.tile,
+                                              call.gate.data != nullptr, finishes, r);
   }
 
   // Host memory that a kernel writes before it stops; one record for the process, which such a stop ends.

@@ -1,6 +1,6 @@
 // From a GemmCall to a launch: operands, plan, tensor maps, workspace. No host synchronisation, nothing kept
-// between calls but facts and plans, so that it can be captured into CUDA graphs and used on several streams and
-// devices at once.
+// between calls but facts and plans, so that it can be captured into CUDA graphs and used on several streams
+// and devices at once.
 #include "kernels/sm90a/entry.hpp"
 
 #include <cuda_runtime_api.h>
@@ -34,9 +34,10 @@ struct Operands {
 
 OperandView take_operand(const char* name, const std::optional<OperandView>& view) {
   if (view) return *view;
-  throw Refusal{std::string(name) +
-                " cannot be loaded by TMA: it takes one contiguous dimension, the other strides multiples of 16 "
-                "bytes, and an address that is one."};
+  throw Refusal{
+      std::string(name) +
+      " cannot be loaded by TMA: it takes one contiguous dimension, the other strides multiples of 16 "
+      "bytes, and an address that is one."};
 }
 
 Operands read_operands(const GemmCall& c) {
@@ -55,7 +56,8 @@ Operands read_operands(const GemmCall& c) {
   if (c.gate.data != nullptr) {
     o.gate = take_operand("gate", view_b(c.gate));
     if (o.gate.major != o.b.major || o.gate.batch_step != o.b.batch_step) {
-      throw Refusal{"gate must lie in memory as b does: the same dimension contiguous, broadcast in both or neither."};
+      throw Refusal{
+          "gate must lie in memory as b does: the same dimension contiguous, broadcast in both or neither."};
     }
   }
   return o;
@@ -93,9 +95,7 @@ void fill_maps(GemmParams& p, const GemmCall& c, const Operands& o, const GemmPl
   const bool share_a = plan.cluster.n > 1;
   const bool share_b = plan.cluster.m > 1;
   // What is shared is loaded in halves of the rows, or, outer-major, in halves of K.
-  const auto half_k = [&](const OperandView& v, bool shared) {
-    return v.major == Major::kOuter && shared;
-  };
+  const auto half_k = [&](const OperandView& v, bool shared) { return v.major == Major::kOuter && shared; };
   const auto kind = c.element == Element::kBf16 ? ScalarKind::kBf16 : ScalarKind::kFp16;
   p.map_a = half_k(o.a, share_a) ? encode_tensor_map(o.a.tensor, kind, kChunkOuter, kBK / 2)
                                  : operand_map(o.a, c.element, tile.bm, share_a);
@@ -107,7 +107,6 @@ void fill_maps(GemmParams& p, const GemmCall& c, const Operands& o, const GemmPl
   if (p.gated) p.map_gate = map_b(o.gate);
   p.batch_step_a = o.a.batch_step;
   p.batch_step_b = o.b.batch_step;
-
 }
 
 void fill_epilogue(GemmParams& p, const GemmCall& c) {
@@ -124,9 +123,9 @@ void fill_epilogue(GemmParams& p, const GemmCall& c) {
   if (c.residual.data != nullptr) p.late[p.num_late++] = addend_of(c.residual, c.problem);
   if (c.accumulate && !p.reduce) p.late[p.num_late++] = addend_of(c.out, c.problem);
   if (c.hooks != nullptr) p.hooks = *c.hooks;
-  p.plain = p.out.aligned && q.n * bytes_of(c.out.kind) % 16 == 0 && !p.reduce && !p.gated && p.alpha == 1.0f && p.bias == nullptr &&
-            p.preact.data == nullptr && p.activation == Activation::kNone && p.num_late == 0 &&
-            p.hooks.sum.count == 0;
+  p.plain = p.out.aligned && q.n * bytes_of(c.out.kind) % 16 == 0 && !p.reduce && !p.gated &&
+            p.alpha == 1.0f && p.bias == nullptr && p.preact.data == nullptr &&
+            p.activation == Activation::kNone && p.num_late == 0 && p.hooks.sum.count == 0;
 }
 
 // How many warps will say that they stored rows of each chunk.
@@ -145,7 +144,8 @@ void fill_doorbell_targets(GemmParams& p, const GemmPlan& plan) {
   }
 }
 
-// Workspace of the call: [ticket | flags | partials], only where tiles are split. The first two start at zero.
+// Workspace of the call: [ticket | flags | partials], only where tiles are split. The first two start at
+// zero.
 void fill_workspace(GemmParams& p, const GemmPlan& plan, const Allocator& allocator, cudaStream_t stream) {
   const int64_t slots = p.schedule.num_slots;
   if (slots == 0) return;
@@ -168,7 +168,8 @@ void fill_workspace(GemmParams& p, const GemmPlan& plan, const Allocator& alloca
   int count = static_cast<int>((kLine + flag_bytes) / 16);
   void* arguments[] = {&words, &count};
   const ClearLaunch launch(stream);
-  check_cuda(cudaLaunchKernelExC(&launch.config, clear_function(), arguments), "The launch that clears flags");
+  check_cuda(cudaLaunchKernelExC(&launch.config, clear_function(), arguments),
+             "The launch that clears flags");
 }
 
 void launch(const GemmCall& call, cudaStream_t stream, const Allocator& allocator) {
@@ -180,8 +181,9 @@ void launch(const GemmCall& call, cudaStream_t stream, const Allocator& allocato
       of_tile[i] = std::min<int64_t>(of_tile[i], call.multiprocessors / kClusterShapes[i].size());
     }
   }
-  const bool finishes = call.gate.data != nullptr || call.bias.data != nullptr || call.residual.data != nullptr ||
-                        call.preact.data != nullptr || call.activation != Activation::kNone || call.accumulate;
+  const bool finishes = call.gate.data != nullptr || call.bias.data != nullptr ||
+                        call.residual.data != nullptr || call.preact.data != nullptr ||
+                        call.activation != Activation::kNone || call.accumulate;
   const GemmPlan plan = cache.plan(call, finishes, residency);
   const KernelInfo kernel = find_kernel(plan.tile, call.element, operands.a.major, operands.b.major);
   cache.prepare(call.device, kernel);
@@ -204,7 +206,8 @@ void launch(const GemmCall& call, cudaStream_t stream, const Allocator& allocato
   for (int i = 0; i < kNumClusterShapes; ++i) {
     if (kClusterShapes[i].m == plan.cluster.m && kClusterShapes[i].n == plan.cluster.n) cluster_index = i;
   }
-  const int64_t resident = std::max<int64_t>(1, residency.clusters[static_cast<int>(plan.tile)][cluster_index]);
+  const int64_t resident =
+      std::max<int64_t>(1, residency.clusters[static_cast<int>(plan.tile)][cluster_index]);
   const int64_t clusters = std::min<int64_t>(p.schedule.workers, resident);
   ClusterLaunch launch(clusters, plan.cluster, kernel.shared_bytes, stream);
   launch.start_early();

@@ -1,7 +1,7 @@
-// Epilogue of a consumer warp: 16 rows of a block of 64, in slabs of 32 columns, so that few registers are needed
-// beside the accumulators. Slabs go through a small swizzled buffer of the warp's own, so that whole lines are
-// stored. Ordinary stores, not TMA: its queue is full of the next tile's loads then, and waiting for it to read
-// buffers cost 3 us a tile.
+// Epilogue of a consumer warp: 16 rows of a block of 64, in slabs of 32 columns, so that few registers are
+// needed beside the accumulators. Slabs go through a small swizzled buffer of the warp's own, so that whole
+// lines are stored. Ordinary stores, not TMA: its queue is full of the next tile's loads then, and waiting
+// for it to read buffers cost 3 us a tile.
 #pragma once
 
 #include "kernels/sm90a/finish.cuh"
@@ -10,8 +10,8 @@
 
 namespace tpk::sm90a {
 
-// A buffer of 16 rows x 128 bytes (32 fp32 columns, or 64 of 2 bytes). Swizzled as TMA's 128-byte mode has it: chunk c
-// of 16 bytes of row r lies at c ^ (r % 8).
+// A buffer of 16 rows x 128 bytes (32 fp32 columns, or 64 of 2 bytes). Swizzled as TMA's 128-byte mode has
+// it: chunk c of 16 bytes of row r lies at c ^ (r % 8).
 struct StagingBuffer {
   int lane;
   int warp;  // of the warpgroup
@@ -44,7 +44,8 @@ __device__ __forceinline__ void stage_fp32(uint32_t buffer, const float* v, int 
 }
 
 // 32 columns, rounded to 2 bytes, to the first or second half of a buffer.
-__device__ __forceinline__ void stage_half(ScalarKind kind, uint32_t buffer, int half, const float* v, int lane) {
+__device__ __forceinline__ void stage_half(ScalarKind kind, uint32_t buffer, int half, const float* v,
+                                           int lane) {
   const int block = lane / 8;
   const int row = lane % 8 + 8 * (block & 1);
 #pragma unroll
@@ -56,8 +57,9 @@ __device__ __forceinline__ void stage_half(ScalarKind kind, uint32_t buffer, int
   }
 }
 
-// 16 rows of a buffer to memory, kChunks of 16 bytes of each. row, col: the buffer's first element in the output.
-// kWhole: the output's columns are whole chunks. kAdd (fp32): added to what is there, in L2, each element once.
+// 16 rows of a buffer to memory, kChunks of 16 bytes of each. row, col: the buffer's first element in the
+// output. kWhole: the output's columns are whole chunks. kAdd (fp32): added to what is there, in L2, each
+// element once.
 template <int kBytes, int kChunks, bool kWhole, bool kAdd = false>
 __device__ __forceinline__ void store_buffer(const Output& to, uint32_t buffer, int row, int col, int batch,
                                              int rows, int cols, int lane) {
@@ -80,8 +82,9 @@ __device__ __forceinline__ void store_buffer(const Output& to, uint32_t buffer, 
                  : "memory");
     if (row + r >= rows) continue;
     if (whole && kAdd) {
-      asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p), "f"(__uint_as_float(x.x)),
-                   "f"(__uint_as_float(x.y)), "f"(__uint_as_float(x.z)), "f"(__uint_as_float(x.w))
+      asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p),
+                   "f"(__uint_as_float(x.x)), "f"(__uint_as_float(x.y)), "f"(__uint_as_float(x.z)),
+                   "f"(__uint_as_float(x.w))
                    : "memory");
     } else if (whole) {
       *reinterpret_cast<uint4*>(p) = x;
@@ -95,7 +98,8 @@ __device__ __forceinline__ void store_buffer(const Output& to, uint32_t buffer, 
         } else if (kBytes == 4) {
           *reinterpret_cast<uint32_t*>(p + 4 * j) = words[j % 4];
         } else {
-          *reinterpret_cast<unsigned short*>(p + 2 * j) = static_cast<unsigned short>(words[j / 2] >> 16 * (j % 2));
+          *reinterpret_cast<unsigned short*>(p + 2 * j) =
+              static_cast<unsigned short>(words[j / 2] >> 16 * (j % 2));
         }
       }
     }
@@ -120,21 +124,24 @@ __device__ __forceinline__ void store_plain(const GemmParams& p, const WorkItem&
         for (int half = 0; half < 2; ++half) {
           staging.acquire();
           stage_fp32(staging.address, v + half * kSlabValues, staging.lane);
-          store_buffer<4, 8, true>(p.out, staging.address, row, item.n + col + half * kSlabColumns, item.batch, rows, cols, staging.lane);
+          store_buffer<4, 8, true>(p.out, staging.address, row, item.n + col + half * kSlabColumns,
+                                   item.batch, rows, cols, staging.lane);
         }
       } else {
         staging.acquire();
         stage_half(p.out_kind, staging.address, 0, v, staging.lane);
         stage_half(p.out_kind, staging.address, 1, v + kSlabValues, staging.lane);
-        store_buffer<2, 8, true>(p.out, staging.address, row, item.n + col, item.batch, rows, cols, staging.lane);
+        store_buffer<2, 8, true>(p.out, staging.address, row, item.n + col, item.batch, rows, cols,
+                                 staging.lane);
       }
     }
   }
 }
 
 // A finished slab to one output.
-__device__ __forceinline__ void write_slab(const GemmParams& p, const Output& to, bool add, const SlabPlace& at,
-                                           const float (&v)[kSlabValues], const StagingBuffer& staging) {
+__device__ __forceinline__ void write_slab(const GemmParams& p, const Output& to, bool add,
+                                           const SlabPlace& at, const float (&v)[kSlabValues],
+                                           const StagingBuffer& staging) {
   const int lane = staging.lane;
   if (!to.aligned) {
     store_slab_direct(p.out_kind, to, at, v, lane);
@@ -153,8 +160,8 @@ __device__ __forceinline__ void write_slab(const GemmParams& p, const Output& to
   }
 }
 
-// v = slab number `slab` of the accumulators, or v *= scale * it. A run-time index would put the accumulators into
-// local memory: select instead.
+// v = slab number `slab` of the accumulators, or v *= scale * it. A run-time index would put the accumulators
+// into local memory: select instead.
 template <class Tile, bool kMultiply>
 __device__ __forceinline__ void take_slab(const Accumulators<Tile>& acc, int slab, float scale,
                                           float (&v)[kSlabValues]) {
@@ -170,8 +177,8 @@ __device__ __forceinline__ void take_slab(const Accumulators<Tile>& acc, int sla
   }
 }
 
-// A warp's part of the tile with everything that may be asked for. One copy of the code for all slabs. bias: of the tile's
-// columns, in shared memory.
+// A warp's part of the tile with everything that may be asked for. One copy of the code for all slabs. bias:
+// of the tile's columns, in shared memory.
 template <class Tile>
 __device__ __forceinline__ void store_finished(const GemmParams& p, const WorkItem& item, int row,
                                                const Accumulators<Tile>& acc, const float* bias,
@@ -208,10 +215,11 @@ __device__ __forceinline__ void store_finished(const GemmParams& p, const WorkIt
 }
 
 // Says that a warp's rows of a tile are in memory: the last one of a chunk rings its bell.
-__device__ __forceinline__ void ring_doorbells(const GemmParams& p, const WorkItem& item, int rows, int lane) {
+__device__ __forceinline__ void ring_doorbells(const GemmParams& p, const WorkItem& item, int rows,
+                                               int lane) {
   const DoorbellHook& h = p.hooks.doorbell;
   if (item.n >= p.problem.n) return;  // a CTA of the cluster that has no columns
-  __threadfence_system();  // every lane's own stores
+  __threadfence_system();             // every lane's own stores
   __syncwarp();
   if (lane != 0) return;
   int begin = 0;
@@ -219,7 +227,10 @@ __device__ __forceinline__ void ring_doorbells(const GemmParams& p, const WorkIt
     const int end = h.row_end[c];
     if (end > item.m && end > begin) {
       uint32_t before;
-      asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(h.counters + c) : "memory");
+      asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;"
+                   : "=r"(before)
+                   : "l"(h.counters + c)
+                   : "memory");
       if (before + 1 == h.target[c]) {
         h.counters[c] = 0;
         comm::store_release<comm::Scope::kSys>(h.bells + c, 1u);

@@ -1,5 +1,5 @@
-// What a kernel says before it stops: a record in host memory that the launcher turns into a sentence. printf would
-// be a function call, and ptxas serialises wgmma in kernels that have one.
+// What a kernel says before it stops: a record in host memory that the launcher turns into a sentence. printf
+// would be a function call, and ptxas serialises wgmma in kernels that have one.
 #pragma once
 
 #include "comm/flags.cuh"

@@ -25,7 +25,9 @@ inline std::string fault_sentence(const FaultRecord& r, uint64_t timeout_ns) {
   std::string cause;
   if (kind == FaultKind::kPartial) {
     what = "partial tile " + std::to_string(r.index) + " of those before " + std::to_string(r.part);
-    cause = "The cluster that computes it did not finish: the device is held by another kernel, or this is a bug.";
+    cause =
+        "The cluster that computes it did not finish: the device is held by another kernel, or this is a "
+        "bug.";
   } else if (kind == FaultKind::kChunk) {
     what = "slab " + std::to_string(r.part) + " of chunk " + std::to_string(r.index) + " of a";
     cause = "The rank that sends it did not.";
@@ -33,9 +35,9 @@ inline std::string fault_sentence(const FaultRecord& r, uint64_t timeout_ns) {
     what = "row " + std::to_string(r.part) + " of addend " + std::to_string(r.index);
     cause = "The rank that sends it did not.";
   }
-  return "CTA " + std::to_string(r.cta) + " waited " + std::to_string(timeout_ns / 1000000) + " ms for " + what +
-         ": its flag is " + std::to_string(r.seen) + ", expected " + std::to_string(r.expected) + ". " + cause +
-         " The launch was stopped; its output must not be used, and CUDA needs a new process.";
+  return "CTA " + std::to_string(r.cta) + " waited " + std::to_string(timeout_ns / 1000000) + " ms for " +
+         what + ": its flag is " + std::to_string(r.seen) + ", expected " + std::to_string(r.expected) +
+         ". " + cause + " The launch was stopped; its output must not be used, and CUDA needs a new process.";
 }
 
 }  // namespace tpk::sm90a

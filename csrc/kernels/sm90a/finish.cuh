@@ -1,5 +1,5 @@
-// Arithmetic of the epilogue on a slab: alpha, peers' buffers, bias, activation, gate, residual. All in fp32, on
-// the fragments as wgmma leaves them: thread `lane` of a warp holds, of each block of 8 columns, columns
+// Arithmetic of the epilogue on a slab: alpha, peers' buffers, bias, activation, gate, residual. All in fp32,
+// on the fragments as wgmma leaves them: thread `lane` of a warp holds, of each block of 8 columns, columns
 // 2 * (lane % 4) and the next, of rows lane / 4 and lane / 4 + 8.
 #pragma once
 
@@ -23,8 +23,8 @@ struct SlabPlace {
 // exp and division by the special-function unit: relative errors of about 2^-22.
 __device__ __forceinline__ float sigmoid_times(float x, float u) { return __fdividef(x, 1.0f + __expf(-u)); }
 
-// 0.5 * x * (1 + erf(x / sqrt 2)) as x * Phi(x): Phi(-z) = poly(t) * exp(-z^2 / 2), Abramowitz and Stegun 7.1.26,
-// |error of erf| <= 1.5e-7.
+// 0.5 * x * (1 + erf(x / sqrt 2)) as x * Phi(x): Phi(-z) = poly(t) * exp(-z^2 / 2), Abramowitz and
+// Stegun 7.1.26, |error of erf| <= 1.5e-7.
 __device__ __forceinline__ float gelu(float x) {
   const float z = fabsf(x) * 0.70710678f;
   const float t = __fdividef(1.0f, fmaf(0.3275911f, z, 1.0f));
@@ -66,7 +66,8 @@ __device__ __forceinline__ float load_scalar(ScalarKind kind, const char* p) {
 }
 
 // Columns col and col + 1 of a row, zero where they do not exist.
-__device__ __forceinline__ float2 load_pair(const Addend& t, bool paired, const char* row, int col, int cols) {
+__device__ __forceinline__ float2 load_pair(const Addend& t, bool paired, const char* row, int col,
+                                            int cols) {
   float2 x = make_float2(0.0f, 0.0f);
   if (col >= cols) return x;
   const char* from = row + col * t.col_stride;
@@ -88,7 +89,8 @@ __device__ __forceinline__ bool is_paired(const Addend& t) {
 }
 
 // v += t for the slab.
-__device__ __forceinline__ void add_slab(const Addend& t, const SlabPlace& at, float (&v)[kSlabValues], int lane) {
+__device__ __forceinline__ void add_slab(const Addend& t, const SlabPlace& at, float (&v)[kSlabValues],
+                                         int lane) {
   const bool paired = is_paired(t);
   const char* start = static_cast<const char*>(t.data) + at.batch * t.batch_stride;
   const int row = at.row + lane / 4;
@@ -164,8 +166,8 @@ __device__ __forceinline__ void add_bias(const float* bias, float (&v)[kSlabValu
   }
 }
 
-// The bias of kColumns columns from `col` on to shared memory, by the 128 threads of a warpgroup, before the main loop:
-// its latency is hidden there.
+// The bias of kColumns columns from `col` on to shared memory, by the 128 threads of a warpgroup, before the
+// main loop: its latency is hidden there.
 template <int kColumns>
 __device__ __forceinline__ void load_bias(const GemmParams& p, int col, float* to, int barrier) {
   named_sync(barrier, kWarpgroup);  // all have read what was there

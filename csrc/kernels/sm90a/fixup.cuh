@@ -1,11 +1,12 @@
 // Fix-up: partial tiles go from the clusters that computed them to the tile's finisher, through fp32 slots in
 // global memory. Warpgroup by warpgroup: each needs only its counterparts. A slot is written once and read
-// once per launch, in fragment order: thread t's i-th group of four accumulators is the float4 at i * 128 + t,
-// so every access of a warp is 512 contiguous bytes.
+// once per launch, in fragment order: thread t's i-th group of four accumulators is the float4 at i * 128 +
+// t, so every access of a warp is 512 contiguous bytes.
 //
-// The finisher's loading thread waits for the flags and brings the partials in through the stages of the main loop, as
-// if they were further iterations: chunks of 16 accumulators a thread, each from all slots in turn, several to a stage.
-// Loads from the consumers' own threads, a few registers' worth at a time, took 4 to 19 us a tile.
+// The finisher's loading thread waits for the flags and brings the partials in through the stages of the main
+// loop, as if they were further iterations: chunks of 16 accumulators a thread, each from all slots in turn,
+// several to a stage. Loads from the consumers' own threads, a few registers' worth at a time, took 4 to 19
+// us a tile.
 #pragma once
 
 #include "kernels/sm90a/fault.cuh"
@@ -30,14 +31,16 @@ struct SlotView {
     flags = p.flags + part;
     data = p.partials + part * kPartFloats;
   }
-  __device__ __forceinline__ uint32_t* flag(int64_t slot, int part) const { return flags + slot * parts + part; }
+  __device__ __forceinline__ uint32_t* flag(int64_t slot, int part) const {
+    return flags + slot * parts + part;
+  }
   __device__ __forceinline__ float* slot(int64_t slot, int part) const {
     return data + (slot * parts + part) * kPartFloats;
   }
 };
 
-// Writes the warpgroup's accumulators to its part of the slot, then raises the flag (release at gpu scope). All 128
-// threads call it; barrier: a named barrier of this warpgroup.
+// Writes the warpgroup's accumulators to its part of the slot, then raises the flag (release at gpu scope).
+// All 128 threads call it; barrier: a named barrier of this warpgroup.
 template <class Tile>
 __device__ __forceinline__ void publish_partial(const SlotView<Tile>& view, int64_t slot, int part,
                                                 const Accumulators<Tile>& acc, int barrier) {
@@ -51,13 +54,15 @@ __device__ __forceinline__ void publish_partial(const SlotView<Tile>& view, int6
     }
   }
   named_sync(barrier, kWarpgroup);
-  if (threadIdx.x % kWarpgroup == 0) comm::store_release<comm::Scope::kGpu>(view.flag(slot, part), kPartialReady);
+  if (threadIdx.x % kWarpgroup == 0)
+    comm::store_release<comm::Scope::kGpu>(view.flag(slot, part), kPartialReady);
 }
 
 // The loading thread's part: waits (bounded) for each slot's flags, then loads its chunks into the stages.
 template <class Tile>
-__device__ __forceinline__ void load_partials(const GemmParams& p, SharedStorage<Tile>& s, const ClusterPlace& at,
-                                              const WorkItem& item, RingPosition<Tile::kStages>& stage) {
+__device__ __forceinline__ void load_partials(const GemmParams& p, SharedStorage<Tile>& s,
+                                              const ClusterPlace& at, const WorkItem& item,
+                                              RingPosition<Tile::kStages>& stage) {
   const SlotView<Tile> view(p, at);
   for (int slot = item.first_slot; slot < item.end_slot; ++slot) {
     for (int part = 0; part < kPartsPerCta<Tile>; ++part) {
@@ -80,7 +85,8 @@ __device__ __forceinline__ void load_partials(const GemmParams& p, SharedStorage
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
       for (int part = 0; part < kPartsPerCta<Tile>; ++part, to += kChunkBytes) {
-        bulk_load(to, view.slot(item.first_slot + slot, part) + chunk * (kChunkBytes / 4), kChunkBytes, &full);
+        bulk_load(to, view.slot(item.first_slot + slot, part) + chunk * (kChunkBytes / 4), kChunkBytes,
+                  &full);
       }
       if (++slot == slots) {
         slot = 0;
@@ -91,8 +97,8 @@ __device__ __forceinline__ void load_partials(const GemmParams& p, SharedStorage
   }
 }
 
-// The consumers' part: acc = slot[first] + ... + slot[end - 1] + acc, in this order: the order of K, whoever finishes
-// when. All 128 threads of a warpgroup call it.
+// The consumers' part: acc = slot[first] + ... + slot[end - 1] + acc, in this order: the order of K, whoever
+// finishes when. All 128 threads of a warpgroup call it.
 template <class Tile>
 __device__ __forceinline__ void add_partials(SharedStorage<Tile>& s, int slots, int part,
                                              RingPosition<Tile::kStages>& stage, Accumulators<Tile>& acc) {
@@ -106,7 +112,8 @@ __device__ __forceinline__ void add_partials(SharedStorage<Tile>& s, int slots, 
     for (int i = 0; i < slots; ++i) {
       if (in_stage == 0) s.full_barrier(stage.index).wait(stage.phase);
       const uint32_t from = shared_address(&s.stages[stage.index]) +
-                            (in_stage * kPartsPerCta<Tile> + part) * kChunkBytes + threadIdx.x % kWarpgroup * 16;
+                            (in_stage * kPartsPerCta<Tile> + part) * kChunkBytes +
+                            threadIdx.x % kWarpgroup * 16;
 #pragma unroll
       for (int j = 0; j < kChunkValues; j += 4) {
         float x[4];

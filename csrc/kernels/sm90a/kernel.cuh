@@ -1,10 +1,11 @@
 // The Stream-K GEMM for Hopper: D = A * B with wgmma and TMA, fp32 accumulate.
 //
-// Contract. The kernel follows tpk::Schedule. A worker is a cluster of one or two CTAs: it takes a ticket, walks
-// that worker's segments in time order, and takes the next ticket when it is done, so any number of clusters
-// finishes any schedule. A segment that does not end its tile leaves its fp32 partial in a slot; the segment with
-// the tile's last K adds the partials in K order and runs the epilogue. Waits are for lower tickets only (or for
-// other ranks: kernels/gemm_hooks.hpp), and bounded. The result depends on the schedule, not on timing.
+// Contract. The kernel follows tpk::Schedule. A worker is a cluster of one or two CTAs: it takes a ticket,
+// walks that worker's segments in time order, and takes the next ticket when it is done, so any number of
+// clusters finishes any schedule. A segment that does not end its tile leaves its fp32 partial in a slot; the
+// segment with the tile's last K adds the partials in K order and runs the epilogue. Waits are for lower
+// tickets only (or for other ranks: kernels/gemm_hooks.hpp), and bounded. The result depends on the schedule,
+// not on timing.
 //
 // Roles. Warpgroup 0: one thread schedules, one loads. Warpgroups 1 and 2 multiply and store, together
 // (cooperative) or in turn (pingpong).
@@ -22,8 +23,8 @@ constexpr int kOwnBarrier = 1;
 constexpr int kTurnBarrier = 1 + kConsumers;
 
 template <class Tile, Element kElement, Major kMajorA, Major kMajorB>
-__device__ __forceinline__ void run_consumer(const GemmParams& p, SharedStorage<Tile>& s, const ClusterPlace& at,
-                                             int consumer) {
+__device__ __forceinline__ void run_consumer(const GemmParams& p, SharedStorage<Tile>& s,
+                                             const ClusterPlace& at, int consumer) {
   // The warpgroup's first row in the CTA's tile.
   const int row = Tile::kPingpong ? 0 : consumer * Tile::kRows;
   ItemReader<Tile> items{s, {}};
@@ -62,7 +63,8 @@ __device__ __forceinline__ void run_consumer(const GemmParams& p, SharedStorage<
     }
     if (slots > 0) {
       add_partials<Tile>(s, slots, part, stage, acc);
-      // Not before: the other's first stage comes behind these, and a barrier tells one phase from the next only.
+      // Not before: the other's first stage comes behind these, and a barrier tells one phase from the next
+      // only.
       end_turn();
     }
     const StagingBuffer staging(s.staging[4 * consumer]);
@@ -85,12 +87,17 @@ __global__ void __launch_bounds__(kThreads, 1) streamk_gemm_kernel(const __grid_
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
   const uint32_t rank = cute::block_rank_in_cluster();
   const int cluster_m = p.cluster_m;
-  const ClusterPlace at{rank, static_cast<uint32_t>(cluster_m * p.cluster_n), static_cast<int>(rank) % cluster_m,
-                        static_cast<int>(rank) / cluster_m, cluster_m, p.cluster_n};
+  const ClusterPlace at{rank,
+                        static_cast<uint32_t>(cluster_m * p.cluster_n),
+                        static_cast<int>(rank) % cluster_m,
+                        static_cast<int>(rank) / cluster_m,
+                        cluster_m,
+                        p.cluster_n};
   if (threadIdx.x == 0) init_barriers(s, at);
   if (warp == 1) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    s.release_to[lane] = lane < static_cast<int>(at.sharers()) ? remote_address(&s.empty[0], at.sharer(lane)) : 0;
+    s.release_to[lane] =
+        lane < static_cast<int>(at.sharers()) ? remote_address(&s.empty[0], at.sharer(lane)) : 0;
   }
   // No CTA may signal another's barriers, or multicast into its stages, before they are ready.
   if (at.size > 1) {

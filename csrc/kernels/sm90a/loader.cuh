@@ -13,18 +13,19 @@ namespace tpk::sm90a {
 // One operand of a stage. kExtent: its rows (columns for B) in this CTA's tile.
 template <Major kMajor, int kExtent>
 struct OperandLoader {
-  // sharers: CTAs of the cluster that need the same extent, a bit for each, or 0: this one loads half `part` of it.
-  // [first_box, ...): the extent's start in `map`, for gated B in two maps, half of the extent each.
+  // sharers: CTAs of the cluster that need the same extent, a bit for each, or 0: this one loads half `part`
+  // of it. [first_box, ...): the extent's start in `map`, for gated B in two maps, half of the extent each.
   static __device__ __forceinline__ void load(const CUtensorMap* map, const CUtensorMap* second_map,
-                                              uint64_t* barrier, unsigned char* to, int outer, int k, int batch,
-                                              int part, uint16_t sharers) {
+                                              uint64_t* barrier, unsigned char* to, int outer, int k,
+                                              int batch, int part, uint16_t sharers) {
     const bool is_shared = sharers != 0;
     if constexpr (kMajor == Major::kK) {
       if (is_shared) {
         // Half of the rows from each CTA; gated: the half of its own map.
         const bool second = second_map != nullptr && part == 1;
         const int row = second_map != nullptr ? outer : outer + part * (kExtent / 2);
-        multicast(second ? second_map : map, sharers, barrier, to + part * (kExtent / 2) * kSwizzleBytes, k, row, batch);
+        multicast(second ? second_map : map, sharers, barrier, to + part * (kExtent / 2) * kSwizzleBytes, k,
+                  row, batch);
       } else if (second_map != nullptr) {
         single(map, barrier, to, k, outer, batch);
         single(second_map, barrier, to + kExtent / 2 * kSwizzleBytes, k, outer, batch);
@@ -40,7 +41,8 @@ struct OperandLoader {
         const CUtensorMap* from = second ? second_map : map;
         const int column = outer + (second ? i - kBoxes / 2 : i) * kChunkOuter;
         if (is_shared) {  // half of K from each CTA
-          multicast(from, sharers, barrier, to + i * kBoxBytes + part * (kBoxBytes / 2), column, k + part * (kBK / 2), batch);
+          multicast(from, sharers, barrier, to + i * kBoxBytes + part * (kBoxBytes / 2), column,
+                    k + part * (kBK / 2), batch);
         } else {
           single(from, barrier, to + i * kBoxBytes, column, k, batch);
         }
@@ -54,8 +56,9 @@ struct OperandLoader {
                                                 int x, int y, int z) {
     cute::SM90_TMA_LOAD_3D::copy(map, barrier, kHint, to, x, y, z);
   }
-  static __device__ __forceinline__ void multicast(const CUtensorMap* map, uint16_t sharers, uint64_t* barrier,
-                                                   unsigned char* to, int x, int y, int z) {
+  static __device__ __forceinline__ void multicast(const CUtensorMap* map, uint16_t sharers,
+                                                   uint64_t* barrier, unsigned char* to, int x, int y,
+                                                   int z) {
     cute::SM90_TMA_LOAD_MULTICAST_3D::copy(map, barrier, sharers, kHint, to, x, y, z);
   }
 };
@@ -77,7 +80,8 @@ __device__ __forceinline__ void wait_for_chunks(const GemmParams& p, int m, int 
 }
 
 template <class Tile, Major kMajorA, Major kMajorB>
-__device__ __forceinline__ void run_loader(const GemmParams& p, SharedStorage<Tile>& s, const ClusterPlace& at) {
+__device__ __forceinline__ void run_loader(const GemmParams& p, SharedStorage<Tile>& s,
+                                           const ClusterPlace& at) {
   ItemReader<Tile> items{s, {}};
   RingPosition<Tile::kStages> stage;
   uint16_t share_a = 0;  // the row of CTAs
@@ -111,8 +115,10 @@ __device__ __forceinline__ void run_loader(const GemmParams& p, SharedStorage<Ti
       full.arrive_and_expect_tx(Tile::kStageBytes);
       auto* barrier = reinterpret_cast<uint64_t*>(&full);
       auto& to = s.stages[stage.index];
-      OperandLoader<kMajorA, Tile::kBM>::load(&p.map_a, nullptr, barrier, to.a, item.m, k, batch_a, at.n, share_a);
-      OperandLoader<kMajorB, Tile::kBN>::load(first_b, second_b, barrier, to.b, item.n, k, batch_b, at.m, share_b);
+      OperandLoader<kMajorA, Tile::kBM>::load(&p.map_a, nullptr, barrier, to.a, item.m, k, batch_a, at.n,
+                                              share_a);
+      OperandLoader<kMajorB, Tile::kBN>::load(first_b, second_b, barrier, to.b, item.n, k, batch_b, at.m,
+                                              share_b);
       stage.advance();
     }
     if (item.partials() > 0) load_partials<Tile>(p, s, at, item, stage);

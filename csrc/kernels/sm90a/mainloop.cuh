@@ -18,8 +18,8 @@ __device__ __forceinline__ void pin(Accumulators<Tile>& acc) {
   }
 }
 
-// Tells the loaders of every CTA that writes a stage that a warp has done with it. Lane i tells the i-th of them: the
-// addresses lie in shared memory, because registers are scarce here.
+// Tells the loaders of every CTA that writes a stage that a warp has done with it. Lane i tells the i-th of
+// them: the addresses lie in shared memory, because registers are scarce here.
 template <class Tile>
 __device__ __forceinline__ void release_stage(SharedStorage<Tile>& s, int stage) {
   const uint32_t first = *static_cast<volatile uint32_t*>(&s.release_to[thread_number() % 32]);
@@ -29,9 +29,9 @@ __device__ __forceinline__ void release_stage(SharedStorage<Tile>& s, int stage)
 // acc = the products of `iters` stages from `stage` on. row: the warpgroup's first row in the CTA's tile.
 // on_issued() is called when the last product is under way.
 //
-// Cooperating warpgroups wait for each stage's products before they issue the next: the other one's keep the tensor
-// cores busy meanwhile, and a stage is free again one iteration earlier. A warpgroup that multiplies alone (pingpong)
-// keeps two stages' products in flight.
+// Cooperating warpgroups wait for each stage's products before they issue the next: the other one's keep the
+// tensor cores busy meanwhile, and a stage is free again one iteration earlier. A warpgroup that multiplies
+// alone (pingpong) keeps two stages' products in flight.
 template <class Tile, Element kElement, Major kMajorA, Major kMajorB, class OnIssued>
 __device__ __forceinline__ void mainloop(Accumulators<Tile>& acc, SharedStorage<Tile>& s,
                                          RingPosition<Tile::kStages>& stage, int iters, int row,

@@ -57,10 +57,10 @@ inline std::optional<OperandView> view_operand(const Matrix& m, int64_t batch, i
   o.batch_step = batch > 1 && m.batch_stride == 0 ? 0 : 1;
   const int64_t batches = o.batch_step == 0 ? 1 : batch;
   for (const Major major : {Major::kK, Major::kOuter}) {
-    const auto t = major == Major::kK ? detail::view(m.data, kElementBytes, k, k_stride, outer, outer_stride,
-                                                     batches, m.batch_stride)
-                                      : detail::view(m.data, kElementBytes, outer, outer_stride, k, k_stride,
-                                                     batches, m.batch_stride);
+    const auto t =
+        major == Major::kK
+            ? detail::view(m.data, kElementBytes, k, k_stride, outer, outer_stride, batches, m.batch_stride)
+            : detail::view(m.data, kElementBytes, outer, outer_stride, k, k_stride, batches, m.batch_stride);
     if (!t) continue;
     o.tensor = *t;
     o.major = major;
@@ -71,7 +71,8 @@ inline std::optional<OperandView> view_operand(const Matrix& m, int64_t batch, i
 
 // An output [batch, rows, cols], or nothing if it must be stored element by element.
 inline std::optional<TensorView> view_output(const Matrix& m, int64_t batch, int64_t rows, int64_t cols) {
-  return detail::view(m.data, bytes_of(m.kind), cols, m.col_stride, rows, m.row_stride, batch, m.batch_stride);
+  return detail::view(m.data, bytes_of(m.kind), cols, m.col_stride, rows, m.row_stride, batch,
+                      m.batch_stride);
 }
 
 }  // namespace tpk::sm90a

@@ -34,9 +34,9 @@ struct GemmParams {
 
   int32_t cluster_m = 1;
   int32_t cluster_n = 1;
-  bool gated = false;     // the first half of a tile's columns is A * gate, the second A * B
-  bool plain = true;      // out = A * B and nothing else, in whole chunks of 16 bytes
-  bool reduce = false;    // fp32: out += where it lies
+  bool gated = false;   // the first half of a tile's columns is A * gate, the second A * B
+  bool plain = true;    // out = A * B and nothing else, in whole chunks of 16 bytes
+  bool reduce = false;  // fp32: out += where it lies
   ScalarKind out_kind = ScalarKind::kBf16;  // of preact too
   ScalarKind bias_kind = ScalarKind::kBf16;
   Activation activation = Activation::kNone;
@@ -50,10 +50,10 @@ struct GemmParams {
   int32_t num_late = 0;     // added after the activation: the residual, and out where it cannot be added to
   Addend late[2];
 
-  uint32_t* ticket = nullptr;  // null where no tile is split: workers are then dealt out by cluster number
-  uint32_t* flags = nullptr;   // kFlagsPerCta words per slot and CTA of a cluster, zero before the launch
-  float* partials = nullptr;   // slots of a cluster's tile, in fragment order
-  uint64_t timeout_ns = 0;     // bound of every wait for another CTA or rank
+  uint32_t* ticket = nullptr;    // null where no tile is split: workers are then dealt out by cluster number
+  uint32_t* flags = nullptr;     // kFlagsPerCta words per slot and CTA of a cluster, zero before the launch
+  float* partials = nullptr;     // slots of a cluster's tile, in fragment order
+  uint64_t timeout_ns = 0;       // bound of every wait for another CTA or rank
   FaultRecord* fault = nullptr;  // in host memory
 
   TileOrder order;

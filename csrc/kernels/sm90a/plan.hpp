@@ -1,5 +1,5 @@
-// Plans of the Hopper kernel: which tile, cluster, schedule and number of workers a product gets. Pure functions, so
-// that the launcher, explain() and tests agree without a GPU.
+// Plans of the Hopper kernel: which tile, cluster, schedule and number of workers a product gets. Pure
+// functions, so that the launcher, explain() and tests agree without a GPU.
 #pragma once
 
 #include <algorithm>
@@ -51,8 +51,9 @@ inline bool is_tile_name(std::string_view text) {
 }
 
 // The plan that the arguments name; predicted_us is infinite where no cluster of this shape fits.
-inline GemmPlan make_gemm_plan(const Problem& p, TileId tile, int cluster_index, ScheduleKind kind, int64_t workers,
-                               int64_t splits, bool gated, bool finishes, const Residency& residency) {
+inline GemmPlan make_gemm_plan(const Problem& p, TileId tile, int cluster_index, ScheduleKind kind,
+                               int64_t workers, int64_t splits, bool gated, bool finishes,
+                               const Residency& residency) {
   GemmPlan g;
   g.tile = tile;
   g.cluster = kClusterShapes[cluster_index];
@@ -68,20 +69,20 @@ inline GemmPlan make_gemm_plan(const Problem& p, TileId tile, int cluster_index,
   g.plan.schedule = make_schedule(kind, g.plan.order.size(), iters_per_tile(p, shape), o);
   const Schedule& s = g.plan.schedule;
   const Piece& last = s.pieces[max64(0, s.num_pieces - 1)];
-  g.plan.splits = last.granules > 0                                     ? last.granules
+  g.plan.splits = last.granules > 0                                  ? last.granules
                   : kind == ScheduleKind::kSplitK && s.num_slots > 0 ? s.workers / g.plan.order.size()
-                                                                        : 1;
-  g.plan.predicted_us = predict_us(p, s, tile, g.cluster, min64(max64(1, resident), s.workers), finishes,
-                                   kCostHopper);
+                                                                     : 1;
+  g.plan.predicted_us =
+      predict_us(p, s, tile, g.cluster, min64(max64(1, resident), s.workers), finishes, kCostHopper);
   return g;
 }
 
-// The best plan of every tile and cluster that `tile` allows ("" allows all), cheapest first. schedule: a name of
-// host/schedule_builder.hpp or "auto". workers: tickets that run at once, 0 for as many as fit. finishes: the epilogue
-// does more than round, which pingpong tiles hide. Throws
-// std::invalid_argument with a sentence where an argument makes no sense.
-inline std::vector<GemmPlan> candidates(const Problem& p, std::string_view schedule, int64_t workers, int64_t splits,
-                                        std::string_view tile, bool gated, bool finishes,
+// The best plan of every tile and cluster that `tile` allows ("" allows all), cheapest first. schedule: a
+// name of host/schedule_builder.hpp or "auto". workers: tickets that run at once, 0 for as many as fit.
+// finishes: the epilogue does more than round, which pingpong tiles hide. Throws std::invalid_argument with a
+// sentence where an argument makes no sense.
+inline std::vector<GemmPlan> candidates(const Problem& p, std::string_view schedule, int64_t workers,
+                                        int64_t splits, std::string_view tile, bool gated, bool finishes,
                                         const Residency& residency) {
   std::vector<GemmPlan> found;
   bool named = false;
@@ -112,19 +113,22 @@ inline std::vector<GemmPlan> candidates(const Problem& p, std::string_view sched
   });
   if (!found.empty()) return found;
   if (named && gated) {
-    throw std::invalid_argument("tile '" + std::string(tile) +
-                                "' takes no gate: its columns cannot be halved; use 128x256x64, 256x128x64 or "
-                                "128x128x64.");
+    throw std::invalid_argument(
+        "tile '" + std::string(tile) +
+        "' takes no gate: its columns cannot be halved; use 128x256x64, 256x128x64 or "
+        "128x128x64.");
   }
-  if (named) throw std::invalid_argument("no cluster of tile '" + std::string(tile) + "' fits on the device.");
+  if (named)
+    throw std::invalid_argument("no cluster of tile '" + std::string(tile) + "' fits on the device.");
   std::string names;
   for (int t = 0; t < kNumTiles; ++t) {
     const std::string full = name(static_cast<TileId>(t), kClusterShapes[0]);
     names += full.substr(0, full.find('/')) + ", ";
   }
-  throw std::invalid_argument("tile must be one of " + names +
-                              "with or without a cluster such as /2x1, or empty for the cheapest, but it is '" +
-                              std::string(tile) + "'.");
+  throw std::invalid_argument(
+      "tile must be one of " + names +
+      "with or without a cluster such as /2x1, or empty for the cheapest, but it is '" + std::string(tile) +
+      "'.");
 }
 
 inline GemmPlan plan_gemm(const Problem& p, std::string_view schedule, int64_t workers, int64_t splits,

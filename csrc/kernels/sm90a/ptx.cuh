@@ -1,5 +1,5 @@
-// The instructions of sm_90a that the kernel uses, by the names it uses them under. wgmma, TMA and barriers come
-// from CUTLASS's arch-level headers; the few that it lacks are written here.
+// The instructions of sm_90a that the kernel uses, by the names it uses them under. wgmma, TMA and barriers
+// come from CUTLASS's arch-level headers; the few that it lacks are written here.
 #pragma once
 
 #include <cuda.h>
@@ -7,12 +7,12 @@
 #include <cstdint>
 #include <utility>
 
+#include <cutlass/arch/barrier.h>
+#include <cutlass/arch/reg_reconfig.h>
 #include <cute/arch/cluster_sm90.hpp>
 #include <cute/arch/copy_sm90.hpp>
 #include <cute/arch/copy_sm90_tma.hpp>
 #include <cute/arch/mma_sm90_gmma.hpp>
-#include <cutlass/arch/barrier.h>
-#include <cutlass/arch/reg_reconfig.h>
 
 #include "kernels/sm90a/config.hpp"
 
@@ -25,16 +25,16 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
-// The thread's number, read anew: what is derived from it is not kept in registers across the main loop, where they
-// are scarce.
+// The thread's number, read anew: what is derived from it is not kept in registers across the main loop,
+// where they are scarce.
 __device__ __forceinline__ int thread_number() {
   int n;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(n));
   return n;
 }
 
-// Programmatic dependent launch: waits until everything that this launch depends on is in memory; lets what depends
-// on this one be launched (it waits in turn). No effect where neither launch asked for it.
+// Programmatic dependent launch: waits until everything that this launch depends on is in memory; lets what
+// depends on this one be launched (it waits in turn). No effect where neither launch asked for it.
 __device__ __forceinline__ void wait_for_earlier_kernels() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 }
@@ -81,13 +81,15 @@ __device__ __forceinline__ void store_remote(const uint32_t* word, uint32_t valu
       : "memory");
 }
 
-// `bytes` contiguous bytes (a multiple of 16, as both addresses) from global to shared memory; completes as many of
-// the barrier.
-__device__ __forceinline__ void bulk_load(void* to, const void* from, uint32_t bytes, const LoadBarrier* barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                   shared_address(to)),
-               "l"(from), "r"(bytes), "r"(shared_address(barrier))
-               : "memory");
+// `bytes` contiguous bytes (a multiple of 16, as both addresses) from global to shared memory; completes as
+// many of the barrier.
+__device__ __forceinline__ void bulk_load(void* to, const void* from, uint32_t bytes,
+                                          const LoadBarrier* barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+          shared_address(to)),
+      "l"(from), "r"(bytes), "r"(shared_address(barrier))
+      : "memory");
 }
 
 // Four 8 x 8 blocks of 2-byte elements; lanes 8 j ... 8 j + 7 give the row addresses of block j.
@@ -98,9 +100,9 @@ __device__ __forceinline__ void store_matrix_x4(uint32_t address, uint32_t a, ui
                : "memory");
 }
 
-// wgmma descriptors, without the address: a 128-byte swizzle; see cute/arch/mma_sm90_desc.hpp. K-major: groups
-// of 8 rows are 1024 bytes apart. Outer-major: groups of 8 elements of K are 1024 bytes apart, boxes of 64
-// columns one box.
+// wgmma descriptors, without the address: a 128-byte swizzle; see cute/arch/mma_sm90_desc.hpp. K-major:
+// groups of 8 rows are 1024 bytes apart. Outer-major: groups of 8 elements of K are 1024 bytes apart, boxes
+// of 64 columns one box.
 template <Major kMajor>
 __device__ __forceinline__ constexpr uint64_t descriptor_base() {
   constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
@@ -128,14 +130,14 @@ constexpr auto kTranspose = kMajor == Major::kK ? cute::SM90::GMMA::Major::K : c
 
 template <Element kElement, int kN, Major kA, Major kB>
 struct Wgmma;
-#define TPK_WGMMA(n)                                                                                         \
-  template <Major kA, Major kB>                                                                              \
-  struct Wgmma<Element::kBf16, n, kA, kB> {                                                                  \
-    using Type = cute::SM90::GMMA::MMA_64x##n##x16_F32BF16BF16_SS<kTranspose<kA>, kTranspose<kB>>;           \
-  };                                                                                                         \
-  template <Major kA, Major kB>                                                                              \
-  struct Wgmma<Element::kFp16, n, kA, kB> {                                                                  \
-    using Type = cute::SM90::GMMA::MMA_64x##n##x16_F32F16F16_SS<kTranspose<kA>, kTranspose<kB>>;             \
+#define TPK_WGMMA(n)                                                                               \
+  template <Major kA, Major kB>                                                                    \
+  struct Wgmma<Element::kBf16, n, kA, kB> {                                                        \
+    using Type = cute::SM90::GMMA::MMA_64x##n##x16_F32BF16BF16_SS<kTranspose<kA>, kTranspose<kB>>; \
+  };                                                                                               \
+  template <Major kA, Major kB>                                                                    \
+  struct Wgmma<Element::kFp16, n, kA, kB> {                                                        \
+    using Type = cute::SM90::GMMA::MMA_64x##n##x16_F32F16F16_SS<kTranspose<kA>, kTranspose<kB>>;   \
   };
 TPK_WGMMA(128)
 TPK_WGMMA(192)

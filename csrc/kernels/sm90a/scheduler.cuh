@@ -1,5 +1,6 @@
-// Scheduler: one thread of the loading warpgroup walks tpk::Schedule and hands segments to the loading thread and
-// to the consumers through a small ring, so that 64-bit divisions cost the main loop neither time nor registers.
+// Scheduler: one thread of the loading warpgroup walks tpk::Schedule and hands segments to the loading thread
+// and to the consumers through a small ring, so that 64-bit divisions cost the main loop neither time nor
+// registers.
 #pragma once
 
 #include "comm/flags.cuh"
@@ -93,7 +94,8 @@ struct ItemReader {
   SharedStorage<Tile>& s;
   uint32_t count = 0;
 
-  // The next item, valid until it is released. All threads of a consumer warp, or the loading thread, call it.
+  // The next item, valid until it is released. All threads of a consumer warp, or the loading thread, call
+  // it.
   __device__ __forceinline__ const WorkItem& next() {
     s.item_full_barrier(count % kItems).wait(count / kItems & 1);
     return s.items[count % kItems];

@@ -21,7 +21,9 @@ struct WorkItem {
   uint32_t phase;
 
   // Finishes its tile by adding so many partials.
-  __device__ __forceinline__ int partials() const { return slot < 0 && first_slot >= 0 ? end_slot - first_slot : 0; }
+  __device__ __forceinline__ int partials() const {
+    return slot < 0 && first_slot >= 0 ? end_slot - first_slot : 0;
+  }
 };
 
 template <class Tile>
@@ -70,8 +72,8 @@ struct RingPosition {
   }
 };
 
-// Fix-up: accumulators of a thread that travel together. Chunk by chunk, and of each chunk partial by partial, as many
-// as fit into a stage.
+// Fix-up: accumulators of a thread that travel together. Chunk by chunk, and of each chunk partial by
+// partial, as many as fit into a stage.
 constexpr int kChunkValues = 16;
 constexpr int kChunkBytes = kChunkValues * kWarpgroup * static_cast<int>(sizeof(float));
 template <class Tile>

@@ -15,8 +15,8 @@ using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*
 Encode find_encode() {
   void* function = nullptr;
   cudaDriverEntryPointQueryResult found{};
-  const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
-                                                             cudaEnableDefault, &found);
+  const cudaError_t error =
+      cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
   if (error != cudaSuccess || found != cudaDriverEntryPointSuccess) {
     (void)cudaGetLastError();
     throw std::runtime_error("the driver has no cuTensorMapEncodeTiled: install one for CUDA 12 or newer.");
@@ -47,14 +47,15 @@ CUtensorMap encode_tensor_map(const TensorView& t, ScalarKind kind, uint32_t box
                                 static_cast<cuuint64_t>(t.batch_stride)};
   const cuuint32_t box[] = {box_inner, box_outer, 1};
   const cuuint32_t steps[] = {1, 1, 1};
-  const CUresult result =
-      encode(&map, data_type(kind), 3, t.data, extents, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result = encode(&map, data_type(kind), 3, t.data, extents, strides, box, steps,
+                                 CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
     throw std::runtime_error("cuTensorMapEncodeTiled failed with CUresult " + std::to_string(result) +
-                             " for extents " + std::to_string(t.inner) + " x " + std::to_string(t.outer) + " x " +
-                             std::to_string(t.batch) + ", strides " + std::to_string(t.outer_stride) + " and " +
-                             std::to_string(t.batch_stride) + " bytes: this is a bug of tpkernels.");
+                             " for extents " + std::to_string(t.inner) + " x " + std::to_string(t.outer) +
+                             " x " + std::to_string(t.batch) + ", strides " + std::to_string(t.outer_stride) +
+                             " and " + std::to_string(t.batch_stride) +
+                             " bytes: this is a bug of tpkernels.");
   }
   return map;
 }
