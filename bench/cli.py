@@ -24,6 +24,7 @@ Measures tpkernels and every other implementation side by side.
   train     tokens a second of the demo's model
   report    tables and an HTML page from result files      (report --help)
   compare   two result files, case by case                 (compare --help)
+  fit       constants of the Hopper cost model from rows   (fit --help)
   list      the suites, or the cases and variants of one: list gemm
 """
 _EXAMPLES = """\
@@ -84,6 +85,11 @@ def _dispatch(arguments: list[str]) -> int:
             relative_to=given.relative_to,
             stdout=sys.stdout,
         )
+    if command == "fit":
+        from . import fit
+
+        given = _fit_parser().parse_args(arguments[1:])
+        return fit.run(given.files, folds=not given.no_folds, stdout=sys.stdout)
     from . import start
 
     if command == "list":
@@ -119,7 +125,7 @@ def _suites(text: str) -> tuple[str, ...]:
 
     names = tuple(suites.SUITES) if text == "all" else _names(text)
     for name in names or ("",):
-        check_known("suite", name, [*suites.names(), "all", "report", "compare", "list"])
+        check_known("suite", name, [*suites.names(), "all", "report", "compare", "fit", "list"])
     return names
 
 
@@ -267,5 +273,17 @@ def _compare_parser() -> argparse.ArgumentParser:
         "--relative-to",
         metavar="VARIANT",
         help="compare speeds relative to this variant of the same file: for files of different machines",
+    )
+    return parser
+
+
+def _fit_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="bench fit",
+        description="Constants of the Hopper cost model from rows of suite gemm (best with --tiles).",
+    )
+    parser.add_argument("files", metavar="FILE", nargs="+", type=Path)
+    parser.add_argument(
+        "--no-folds", action="store_true", help="no cross-validation, which takes four more fits"
     )
     return parser

@@ -65,6 +65,9 @@ class Piece:
     def handicapped(self) -> int: ...
     @property
     def handicap(self) -> int: ...
+    @property
+    def granules(self) -> int:
+        """Above 0: tiles are cut at multiples of K / granules only."""
 
 class Schedule:
     """Who computes which iterations of which tile, in which order of time."""
@@ -265,6 +268,60 @@ def choose_plan(
     candidates: Sequence[TileShape],
 ) -> Plan:
     """The cheapest plan by the cost model."""
+
+HOPPER_TILES: tuple[str, ...]
+"""Tiles of the Hopper kernel with their clusters: "128x256x64/2x1"."""
+
+def is_hopper_tile(text: str) -> bool:
+    """Whether the Hopper kernel has a tile of that name, with or without its cluster."""
+
+def hopper_cost() -> dict[str, float]:
+    """Constants of the Hopper cost model (csrc/kernels/sm90a/cost.hpp): "launch_us", "iter_us 128x256x64/2x1", ..."""
+
+class HopperPlan:
+    """A plan of the Hopper kernel. ``plan.tile`` is the cluster's, of which a gate halves the columns."""
+
+    @property
+    def tile(self) -> str: ...
+    @property
+    def cluster(self) -> tuple[int, int]: ...
+    @property
+    def plan(self) -> Plan: ...
+
+def hopper_plans(
+    m: int,
+    n: int,
+    k: int,
+    batch: int = 1,
+    *,
+    schedule: str = "auto",
+    workers: int = 0,
+    splits: int = 1,
+    tile: str = "",
+    gated: bool = False,
+    finishes: bool = False,
+    multiprocessors: int = 132,
+) -> list[HopperPlan]:
+    """The best plan of every tile and cluster that ``tile`` allows ("": all), cheapest first.
+
+    Args:
+        workers: clusters that run at once; 0: as many as fit on an empty device, one CTA a multiprocessor.
+        gated: the product has a gate.
+        finishes: the epilogue does more than round.
+    """
+
+def hopper_predict_us(
+    m: int,
+    n: int,
+    k: int,
+    batch: int = 1,
+    *,
+    plan: HopperPlan,
+    finishes: bool = False,
+    multiprocessors: int = 132,
+    cost: dict[str, float],
+) -> float:
+    """Predicted time of a plan with other constants; ``cost`` has the names of ``hopper_cost()``."""
 
 class RankProgram:
     """Segments of every worker of one rank, from a schedule or written by hand."""

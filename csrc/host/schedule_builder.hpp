@@ -162,7 +162,9 @@ class ScheduleBuilder {
     if (count <= 0) return;
     const int64_t g = s_.workers;
     granules = granules > 1 ? min64(granules, s_.k_iters / s_.min_iters) : best_granules(count);
-    if (granules <= 1) return waves(count);
+    // share_begin multiplies granules by k_iters, and by a share's number and the tiles: neither may wrap.
+    constexpr int64_t kMost = int64_t{1} << 62;
+    if (granules <= 1 || granules > kMost / s_.k_iters || granules > kMost / count / g) return waves(count);
     Piece p;
     p.kind = PieceKind::kStreamed;
     p.num_tiles = count;

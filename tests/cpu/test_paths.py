@@ -9,7 +9,7 @@ import torch
 
 import tpkernels as tpk
 from tpkernels.errors import ArgumentError
-from tpkernels.ops import _paths
+from tpkernels.ops import _paths, _plans
 
 
 def test_last_path_tells_what_ran():
@@ -105,6 +105,61 @@ def test_explain_local():
     assert plan["predicted_us"] > 0
 
 
+def test_explain_lists_what_was_considered():
+    explanation = tpk.explain("matmul", torch.randn(300, 200), torch.randn(200, 100))
+    times = [us for us, _ in explanation.candidates]
+    assert times == sorted(times) and times[0] == explanation.plan["predicted_us"] and 2 <= len(times) <= 7
+    text = str(explanation)
+    assert "why so" in text and all(what in text for _, what in explanation.candidates)
+
+
+@pytest.mark.parametrize("architecture", list(_plans.TILES))
+def test_the_first_candidate_is_what_the_kernel_takes(architecture):
+    for size in ((1, 2048, 5120, 8192), (1, 512, 512, 32768), (3, 70, 50, 200), (1, 0, 5, 8)):
+        product, machine = _plans.Product(*size), _plans.Machine(architecture)
+        found = _plans.candidates(product, machine)
+        assert found[0] == _plans.plan(product, machine)
+        times = [one["predicted_us"] for one in found]
+        assert times == sorted(times) and {_plans.tile_name(one, machine) for one in found} == set(
+            _plans.TILES[architecture]
+        )
+        assert _plans.why(product, machine, found[0])
+
+
+def test_why_a_plan_cuts_tiles():
+    machine = _plans.Machine("sm90", 132)
+
+    def why(*size):
+        product = _plans.Product(*size)
+        return _plans.why(product, machine, _plans.plan(product, machine))
+
+    assert "whole tiles would keep" in why(1, 512, 512, 32768) and "hybrid_aligned" in why(1, 512, 512, 32768)
+    assert "cutting them was not predicted to be faster" in why(1, 128, 128, 64)
+
+
+def test_names_of_tiles_are_those_of_the_kernel():
+    from tpkernels import _host
+
+    assert _plans.TILES["sm90"] == _host.HOPPER_TILES
+
+
+def test_the_product_that_is_preferred():
+    """Pure: asked for hardware that is not here. The estimate is a roofline of 132 multiprocessors."""
+    large, hopper = _plans.Product(1, 8192, 8192, 8192), _plans.Machine("sm90", 132)
+    estimate = _plans.estimate_us(large)
+    assert estimate == pytest.approx(4.4 + 2 * 8192**3 / 6.97e8)
+    assert _plans.prefers_streamk(large, hopper, estimate * 0.99)
+    assert not _plans.prefers_streamk(large, hopper, estimate)
+    for other in ("cpu", "sm80", "sm90-portable"):
+        assert not _plans.prefers_streamk(large, _plans.Machine(other), 1.0)
+    assert _plans.estimate_us(large, 66) == pytest.approx(2 * estimate - 4.4)
+    thin = _plans.Product(1, 1, 16384, 16384)  # memory: the weight's bytes, however many multiprocessors
+    assert _plans.estimate_us(thin) == _plans.estimate_us(thin, 66) > 2 * 16384**2 / 2.48e6
+    assert _plans.estimate_us(_plans.Product(4, 512, 512, 512)) > _plans.estimate_us(
+        _plans.Product(1, 512, 512, 512)
+    )
+
+
 def test_explain_meta_tensors():
     meta = dict(device="meta", dtype=torch.bfloat16)
     explanation = tpk.explain("matmul", torch.empty(8192, 4096, **meta), torch.empty(4096, 14336, **meta))
@@ -150,5 +205,5 @@ def test_plans_by_architecture():
     assert (
         plan(1, 4096, 4096, 4096, "sm80", "stream_k", 8)[1][5] == 8
     )  # workers are tickets, as in streamk_gemm
-    with pytest.raises(RuntimeError, match="device must be 'cpu', 'cuda', 'sm80' or 'sm90'"):
+    with pytest.raises(RuntimeError, match="device must be 'cpu', 'cuda', 'sm80', 'sm90' or 'sm90-portable'"):
         plan(1, 8, 8, 8, "sm70")

@@ -211,7 +211,7 @@ def test_gates_to_the_bit(tile: str, generator: torch.Generator) -> None:
             [(1, 150, 264, 520), (2, 65, 40, 584), (1, 300, 129, 64)], LAYOUTS, ["none", "relu"]
         ):
             dtype, kind = DTYPES[m % 2], next(kinds)
-            make = {"dtype": dtype, "generator": generator, "most": 1}
+            make: dict[str, Any] = {"dtype": dtype, "generator": generator, "most": 1}
             a = embed(integers(batch, m, k, **make), layout_a)
             b, gate = (embed(integers(batch, k, n, **make), layout_b) for _ in range(2))
             shape = (batch, m, n)
@@ -247,7 +247,7 @@ def test_gates_with_activations(tile: str, generator: torch.Generator) -> None:
 @pytest.mark.parametrize("activation", ["none", "relu"])
 def test_gates_that_lie_otherwise_than_b(activation: str, generator: torch.Generator) -> None:
     """Another layout, broadcast where b is not: no error, unless a Hopper tile is named."""
-    make = {"dtype": torch.bfloat16, "generator": generator, "most": 1}
+    make: dict[str, Any] = {"dtype": torch.bfloat16, "generator": generator, "most": 1}
     a = embed(integers(2, 150, 200, **make), "rows")
     b, gate = integers(2, 200, 136, **make), integers(2, 200, 136, **make)
     hopper = torch.cuda.get_device_capability() == (9, 0)

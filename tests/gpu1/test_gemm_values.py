@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -143,7 +144,7 @@ def test_strides_that_tma_cannot_take_are_no_error(
 def test_batches(tile: str, generator: torch.Generator) -> None:
     """Three matrices; one of them for all, on either side; batches inside rows; an output whose batches are inside."""
     batch, m, n, k = 3, 150, 280, 600
-    make = {"dtype": torch.bfloat16, "generator": generator}
+    make: dict[str, Any] = {"dtype": torch.bfloat16, "generator": generator}
     with Failures() as failures:
         for layout_a, layout_b in LAYOUTS:
             a, b = (

@@ -1,6 +1,7 @@
-"""Hooks of the Hopper kernel (csrc/kernels/gemm_hooks.hpp): arrivals, doorbells and addends, other ranks played by streams.
+"""Hooks of the Hopper kernel (csrc/kernels/gemm_hooks.hpp): arrivals, doorbells, addends; streams play other ranks.
 
-The data that a flag announces is written after a delay on another stream, over NaN: a product that reads too early shows.
+The data that a flag announces is written after a delay on another stream, over NaN: a product that reads too early
+shows.
 """
 
 from __future__ import annotations

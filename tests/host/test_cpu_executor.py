@@ -107,7 +107,10 @@ def test_plan_says_what_would_run() -> None:
     # More splits than K allows: what would run is said, not what was asked for.
     assert OPS.streamk_plan(1, 64, 64, 128, "cpu", "split_k", 4, 3)[1][6] == 1
     kind, numbers, _ = OPS.streamk_plan(1, 2048, 3584, 8192, "cuda")
-    assert kind in _host.SCHEDULE_KINDS and numbers[5] >= 132
+    bm, bn, bk, tiles, k_iters, clusters, _, _, cluster_m, cluster_n = numbers
+    assert f"{bm}x{bn}x{bk}/{cluster_m}x{cluster_n}" in _host.HOPPER_TILES and kind in _host.SCHEDULE_KINDS
+    assert tiles == -(-2048 // (bm * cluster_m)) * -(-3584 // (bn * cluster_n)) and k_iters == 8192 // 64
+    assert 1 <= clusters * cluster_m * cluster_n <= 132  # workers are clusters
 
 
 CPU_TILES = ["256x256x128", "128x128x128", "64x64x128", "32x256x128", "16x64x128"]
@@ -115,7 +118,7 @@ CPU_TILES = ["256x256x128", "128x128x128", "64x64x128", "32x256x128", "16x64x128
 
 @pytest.mark.parametrize(
     ("device", "tiles"),
-    [("cpu", CPU_TILES), ("sm80", ["128x128x32", "64x64x32"]), ("sm90", ["128x128x32", "64x64x32"])],
+    [("cpu", CPU_TILES), ("sm80", ["128x128x32", "64x64x32"]), ("sm90-portable", ["128x128x32", "64x64x32"])],
 )
 def test_a_plan_has_the_tile_that_is_named(device: str, tiles: list[str]) -> None:
     size, schedules = (1, 1408, 3840, 4096), ["auto", *_host.SCHEDULE_KINDS]
@@ -130,7 +133,7 @@ def test_a_plan_has_the_tile_that_is_named(device: str, tiles: list[str]) -> Non
             assert schedule in ("auto", kind)
         assert free == min(plans.values(), key=lambda plan: plan[2])  # the first of equals
         chosen.add(tuple(free[1][:3]))
-    assert device != "sm90" or len(chosen) > 1  # forcing a schedule alone may change the tile
+    assert device != "sm90-portable" or len(chosen) > 1  # forcing a schedule alone may change the tile
 
 
 def test_the_product_is_computed_with_the_tile_that_is_named() -> None:
@@ -161,7 +164,9 @@ def test_tiles_that_the_cpu_has_not_are_refused(tile: str, schedule: str) -> Non
     with pytest.raises(RuntimeError, match="streamk_plan: " + re.escape(sentence)):
         OPS.streamk_plan(1, 2, 5, 3, "cpu", schedule, 0, 1, 0, tile)
     with pytest.raises(RuntimeError, match="streamk_plan: tile must be 128x128x32 or 64x64x32, or empty"):
-        OPS.streamk_plan(1, 2, 5, 3, "sm90", schedule, 0, 1, 0, "128x256x64")
+        OPS.streamk_plan(1, 2, 5, 3, "sm90-portable", schedule, 0, 1, 0, "128x256x64")
+    with pytest.raises(RuntimeError, match="streamk_plan: tile must be one of 128x256x64, 256x128x64"):
+        OPS.streamk_plan(1, 2, 5, 3, "sm90", schedule, 0, 1, 0, "128x128x32")
 
 
 def test_build_info_is_json() -> None:

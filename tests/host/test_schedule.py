@@ -69,15 +69,31 @@ def check_shares(s: _host.Schedule) -> None:
         if p.kind != "streamed":
             continue
         total = p.num_tiles * s.k_iters
-        quotient = (total + p.handicapped * p.handicap) // p.workers
-        assert quotient - (p.handicap if p.handicapped else 0) >= least or p.workers == 1
         bounds = s.share_bounds(index)
         assert bounds[0] == 0 and bounds[-1] == total
+        if p.granules:
+            check_granules(s, p, bounds)
+            continue
+        quotient = (total + p.handicapped * p.handicap) // p.workers
+        assert quotient - (p.handicap if p.handicapped else 0) >= least or p.workers == 1
         for i in range(p.workers):
             even = quotient - (p.handicap if i < p.handicapped else 0)
             assert even - slack <= bounds[i + 1] - bounds[i] <= even + 1 + slack
         for bound in bounds:
             assert bound == _host.snap_cut(bound, s.k_iters, s.min_iters), "a cut is not snapped"
+
+
+def check_granules(s: _host.Schedule, p: _host.Piece, bounds: list[int]) -> None:
+    """Cuts lie at multiples of K / granules, which are no shorter than a run may be; shares differ by one of them."""
+    assert p.handicapped == 0 and s.k_iters // p.granules >= s.min_iters
+    indices = []
+    for bound in bounds:
+        tile, within = divmod(bound, s.k_iters)
+        granule = -(-within * p.granules // s.k_iters)
+        assert within == granule * s.k_iters // p.granules, "a cut lies between two depths"
+        indices.append(tile * p.granules + granule)
+    shares = [b - a for a, b in itertools.pairwise(indices)]
+    assert max(shares) - min(shares) <= 1 and min(shares) >= 1
 
 
 @settings(max_examples=150, deadline=None)
@@ -96,6 +112,9 @@ def test_work_is_even_over_all_workers(kind: str, o: dict) -> None:
     assert sum(work) == o["tiles"] * o["k_iters"]
     whole_tiles = kind == "data_parallel" or s.k_iters < 2 * s.min_iters or not s.num_slots
     bound = s.k_iters if whole_tiles else 1 + 2 * _host.snap_slack(s.k_iters, s.min_iters)
+    granules = max((p.granules for p in s.pieces), default=0)
+    if granules:  # or by one granule, and the rounding of two cuts
+        bound = -(-s.k_iters // granules) + 1
     assert max(work) - min(work) <= bound
 
 

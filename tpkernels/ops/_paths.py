@@ -171,6 +171,8 @@ def choose_gemm(request: Request, device_type: str, dtype: torch.dtype) -> Choic
     library = "cublas" if device_type == "cuda" else "blas"
     if missing is not None:
         return Choice(library, missing)
+    if device_type == "cuda":
+        return Choice(library, f"{library} is the default; path='streamk' takes our kernel")
     return Choice(library, f"{library} is faster here than the portable Stream-K kernel")
 
 

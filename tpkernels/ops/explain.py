@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from tpkernels.errors import ArgumentError
-from tpkernels.ops import _collectives, _gemm, _groups, _paths, api
+from tpkernels.ops import _collectives, _gemm, _groups, _paths, _plans, api
 from tpkernels.ops._arrays import tensor
 
 _OPS = ("matmul", "all_gather_matmul", "matmul_replicated", "matmul_reduce_scatter", "matmul_all_reduce")
+_SHOWN = 6  # plans that an explanation lists
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,9 @@ class Explanation:
         wire_bytes: bytes that this rank receives from others in the forward pass.
         plan: how the Stream-K kernel would cut this product (schedule, tile, workers, splits, predicted time),
             whether or not the path uses it; None where no such kernel takes this dtype.
+        plan_why: why that plan cuts tiles, or does not.
+        candidates: predicted times of the best plans of other tiles, and of cuBLAS where there is an estimate, cheapest
+            first: (microseconds, what).
     """
 
     op: str
@@ -36,6 +40,8 @@ class Explanation:
     why: str
     wire_bytes: int
     plan: dict[str, Any] | None = field(default=None)
+    plan_why: str = ""
+    candidates: tuple[tuple[float, str], ...] = ()
 
     def __str__(self) -> str:
         lines = [f"{self.op}: path {self.path}", f"  product   {self.product}", f"  because   {self.why}"]
@@ -49,6 +55,10 @@ class Explanation:
                 f"{p['k_iters']} iterations over {p['workers']} workers, {p['partial_tiles']} partial tiles, "
                 f"predicted {p['predicted_us']:.0f} us{used}"
             )
+            if self.plan_why:
+                lines.append(f"  why so    {self.plan_why}")
+            for i, (us, what) in enumerate(self.candidates):
+                lines.append(f"  {'' if i else 'predicted':9} {us:9.1f} us  {what}")
         return "\n".join(lines)
 
 
@@ -94,8 +104,15 @@ def explain(op: str, a: Any, b: Any, group: _groups.GroupLike = None, **options:
         _paths.check_transport(request, transport, members.name)
         name = f"{transport}+{choice.gemm}"
         wire = _wire_bytes(op, operand, out, members, options)
-    plan = _streamk_plan(device, operand, whole, weight)
-    return Explanation(op, name, _gemm.describe(whole, weight), choice.why, wire, plan)
+    described = _gemm.describe(whole, weight)
+    if operand.dtype not in _paths.STREAMK_DTYPES.get(device, ()):
+        return Explanation(op, name, described, choice.why, wire)
+    product, machine = _product(whole, weight), _plans.machine_of(device, operand.device)
+    plans = _plans.candidates(product, machine)
+    plan_why = _plans.why(product, machine, plans[0])
+    return Explanation(
+        op, name, described, choice.why, wire, plans[0], plan_why, _listed(product, machine, plans)
+    )
 
 
 def _tensors(name: str, value: Any) -> list[Tensor]:
@@ -139,28 +156,19 @@ def _wire_bytes(op: str, a: Tensor, out: Tensor, members: _groups.Group, options
     return others * (rows[members.rank] + max(rows)) * row_bytes
 
 
-def _streamk_plan(device: str, operand: Tensor, whole: Tensor, weight: Tensor) -> dict[str, Any] | None:
-    if operand.dtype not in _paths.STREAMK_DTYPES.get(device, ()):
-        return None
+def _product(whole: Tensor, weight: Tensor) -> _plans.Product:
     batch = math.prod(whole.shape[:-2]) if weight.dim() > 2 else 1
     m = whole.shape[-2] if weight.dim() > 2 else math.prod(whole.shape[:-1])
-    architecture, multiprocessors = device, 0
-    if operand.is_cuda:
-        properties = torch.cuda.get_device_properties(operand.device)
-        multiprocessors = properties.multi_processor_count
-        architecture = "sm80" if properties.major == 8 else "sm90"
-    kind, numbers, predicted = torch.ops.tpkernels.streamk_plan(
-        batch, m, weight.shape[-1], weight.shape[-2], architecture, "auto", 0, 1, multiprocessors
-    )
-    bm, bn, bk, tiles, k_iters, used_workers, splits, partial_tiles, cluster_m, cluster_n = numbers
-    return {
-        "schedule": kind,
-        "tile": (bm, bn, bk),
-        "cluster": (cluster_m, cluster_n),
-        "tiles": tiles,
-        "k_iters": k_iters,
-        "workers": used_workers,
-        "splits": splits,
-        "partial_tiles": partial_tiles,
-        "predicted_us": predicted,
-    }
+    return _plans.Product(batch, m, weight.shape[-1], weight.shape[-2])
+
+
+def _listed(
+    product: _plans.Product, machine: _plans.Machine, plans: list[dict[str, Any]]
+) -> tuple[tuple[float, str], ...]:
+    listed = []
+    for p in plans[:_SHOWN]:
+        cuts = f"{p['schedule']}, {p['partial_tiles']} partial tiles" if p["partial_tiles"] else p["schedule"]
+        listed.append((float(p["predicted_us"]), f"{_plans.tile_name(p, machine)} {cuts}"))
+    if machine.architecture == "sm90":
+        listed.append((_plans.estimate_us(product, machine.multiprocessors), "cuBLAS, a rough estimate"))
+    return tuple(sorted(listed, key=lambda one: one[0]))

@@ -1,0 +1,121 @@
+// Plans of the Hopper kernel. Constants travel as a dict of numbers, so that a fit can walk over all of them.
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "kernels/sm90a/plan.hpp"
+#include "python/host.hpp"
+
+namespace py = pybind11;
+
+namespace tpk::python {
+namespace {
+
+using Constants = std::map<std::string, double>;
+
+constexpr struct {
+  const char* name;
+  double sm90a::HopperCost::* field;
+} kScalars[] = {
+    {"launch_us", &sm90a::HopperCost::launch_us},
+    {"split_launch_us", &sm90a::HopperCost::split_launch_us},
+    {"bytes_per_us", &sm90a::HopperCost::bytes_per_us},
+    {"overlap", &sm90a::HopperCost::overlap},
+    {"l2_bytes", &sm90a::HopperCost::l2_bytes},
+    {"publish_us", &sm90a::HopperCost::publish_us},
+    {"add_us", &sm90a::HopperCost::add_us},
+    {"finish_us", &sm90a::HopperCost::finish_us},
+};
+static_assert(sizeof(sm90a::HopperCost) ==
+                  sizeof(double) *
+                      (std::size(kScalars) + sm90a::kNumTiles * sm90a::kNumClusterShapes + sm90a::kNumTiles),
+              "kScalars must name every number of HopperCost.");
+
+// Every constant with its name: "launch_us", "iter_us 128x256x64/2x1", "epilogue_us 128x256x64".
+template <class Cost, class Visit>
+void visit_constants(Cost& cost, const Visit& visit) {
+  for (const auto& scalar : kScalars) visit(scalar.name, cost.*scalar.field);
+  for (int t = 0; t < sm90a::kNumTiles; ++t) {
+    visit("epilogue_us " + name(sm90a::kTileShapes[t]), cost.epilogue_us[t]);
+    for (int c = 0; c < sm90a::kNumClusterShapes; ++c) {
+      visit("iter_us " + sm90a::name(static_cast<sm90a::TileId>(t), sm90a::kClusterShapes[c]),
+            cost.iter_us[t][c]);
+    }
+  }
+}
+
+Constants to_constants(const sm90a::HopperCost& cost) {
+  Constants found;
+  visit_constants(cost, [&](const std::string& name, double value) { found[name] = value; });
+  return found;
+}
+
+sm90a::HopperCost to_cost(const Constants& constants) {
+  sm90a::HopperCost cost = sm90a::kCostHopper;
+  size_t used = 0;
+  visit_constants(cost, [&](const std::string& name, double& value) {
+    const auto found = constants.find(name);
+    detail::require(found != constants.end(),
+                    [&] { return "cost must have '" + name + "', but it has not."; });
+    value = found->second;
+    ++used;
+  });
+  detail::require(used == constants.size(), "cost must have the names of HOPPER_COST and no others.");
+  return cost;
+}
+
+int64_t cluster_index(const sm90a::ClusterShape& cluster) {
+  int64_t i = 0;
+  while (sm90a::kClusterShapes[i].m != cluster.m || sm90a::kClusterShapes[i].n != cluster.n) ++i;
+  return i;
+}
+
+std::vector<sm90a::GemmPlan> find(int64_t m, int64_t n, int64_t k, int64_t batch, const std::string& schedule,
+                                  int64_t workers, int64_t splits, const std::string& tile, bool gated,
+                                  bool finishes, int64_t multiprocessors) {
+  detail::check_extent("k", k, 0);
+  detail::check_count("multiprocessors", multiprocessors);
+  return sm90a::candidates({m, n, k, batch}, schedule, workers, splits, tile, gated, finishes,
+                           sm90a::full_residency(multiprocessors));
+}
+
+double predict(int64_t m, int64_t n, int64_t k, int64_t batch, const sm90a::GemmPlan& plan, bool finishes,
+               int64_t multiprocessors, const Constants& constants) {
+  detail::check_count("multiprocessors", multiprocessors);
+  const auto residency = sm90a::full_residency(multiprocessors);
+  const int64_t resident = residency.clusters[static_cast<int>(plan.tile)][cluster_index(plan.cluster)];
+  const Schedule& s = plan.plan.schedule;
+  return sm90a::predict_us({m, n, k, batch}, s, plan.tile, plan.cluster,
+                           std::min(max64(1, resident), s.workers), finishes, to_cost(constants));
+}
+
+}  // namespace
+
+void bind_hopper(py::module_& m) {
+  std::vector<std::string> tiles;
+  for (int t = 0; t < sm90a::kNumTiles; ++t) {
+    for (const sm90a::ClusterShape c : sm90a::kClusterShapes) {
+      tiles.push_back(sm90a::name(static_cast<sm90a::TileId>(t), c));
+    }
+  }
+  m.attr("HOPPER_TILES") = py::tuple(py::cast(tiles));
+  m.def("hopper_cost", [] { return to_constants(sm90a::kCostHopper); });
+  m.def("is_hopper_tile", [](const std::string& text) { return sm90a::is_tile_name(text); }, py::arg("text"));
+
+  py::class_<sm90a::GemmPlan>(m, "HopperPlan")
+      .def_property_readonly("tile", [](const sm90a::GemmPlan& g) { return sm90a::name(g.tile, g.cluster); })
+      .def_property_readonly(
+          "cluster", [](const sm90a::GemmPlan& g) { return py::make_tuple(g.cluster.m, g.cluster.n); })
+      .def_readonly("plan", &sm90a::GemmPlan::plan);
+  m.def("hopper_plans", &find, py::arg("m"), py::arg("n"), py::arg("k"), py::arg("batch") = 1, py::kw_only(),
+        py::arg("schedule") = "auto", py::arg("workers") = 0, py::arg("splits") = 1, py::arg("tile") = "",
+        py::arg("gated") = false, py::arg("finishes") = false, py::arg("multiprocessors") = 132);
+  m.def("hopper_predict_us", &predict, py::arg("m"), py::arg("n"), py::arg("k"), py::arg("batch") = 1,
+        py::kw_only(), py::arg("plan"), py::arg("finishes") = false, py::arg("multiprocessors") = 132,
+        py::arg("cost"));
+}
+
+}  // namespace tpk::python

@@ -1,0 +1,145 @@
+"""Plans of the Stream-K kernels, asked for without running them, and whether one should be preferred to cuBLAS.
+
+Nothing here needs a GPU. ``architecture`` is what torch.ops.tpkernels.streamk_plan calls a device: "cpu", "sm80",
+"sm90" (the Hopper kernel) or "sm90-portable" (the portable kernel on Hopper and later).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from tpkernels import _extensions
+
+# Tiles of each kernel by name, as the tile argument takes them; those of Hopper with their clusters.
+_PORTABLE = ("128x128x32", "64x64x32")
+TILES = {
+    "cpu": ("256x256x128", "128x128x128", "64x64x128", "32x256x128", "16x64x128"),
+    "sm80": _PORTABLE,
+    "sm90-portable": _PORTABLE,
+    "sm90": tuple(
+        f"{tile}/{cluster}"
+        for tile in ("128x256x64", "256x128x64", "256x192x64", "128x192x64", "128x128x64")
+        for cluster in ("2x1", "1x2", "1x1")
+    ),
+}
+
+
+class Product(NamedTuple):
+    """``batch`` products of [m, k] and [k, n]."""
+
+    batch: int
+    m: int
+    n: int
+    k: int
+
+
+class Machine(NamedTuple):
+    """What plans depend on; 0 multiprocessors: those of an H100 or A100, or the threads of the CPU."""
+
+    architecture: str
+    multiprocessors: int = 0
+
+
+class CublasEstimate(NamedTuple):
+    """What torch.mm takes on an H100, in the units of ``estimate_us``.
+
+    A roofline, not a model of cuBLAS. Against torch.mm on an H100, bfloat16, 27 shapes, it errs by a standard
+    deviation of 6 % (5 to 7 % in three other runs of some of these shapes). The best of our own data-parallel and
+    split-K plans was tried in its place: 4 % over large products, over 20 % where few tiles have a long K.
+
+    The rates are 760 TFLOP/s and 2.7 TB/s less 9 %, with which ``prefers_streamk`` lost least in that run: 0.9 %
+    against always taking the faster one (always cuBLAS: 1.3 %, always ours: 6.9 %). A later run of the same shapes,
+    which had no part in choosing them: 1.0 % (cuBLAS 1.4 %, ours 4.6 %). They are wrong for float16: over 11 large
+    products there it lost 1.7 %, always ours 0.1 %. Other shapes were not tried.
+    """
+
+    launch_us: float = 4.4
+    flops_per_us: float = 6.97e8  # of 132 multiprocessors
+    bytes_per_us: float = 2.48e6
+
+
+CUBLAS_H100 = CublasEstimate()
+
+
+def machine_of(device: str, index: torch.device | None = None) -> Machine:
+    """The kernel that a device gets; ``device`` is its type. Without an index, of CUDA: a whole H100."""
+    if device != "cuda":
+        return Machine("cpu")
+    if index is None or index.type != "cuda":
+        return Machine("sm90")
+    properties = torch.cuda.get_device_properties(index)
+    if properties.major == 8:
+        architecture = "sm80"
+    else:
+        hopper = properties.major == 9 and _extensions.is_loaded("_C_sm90a")
+        architecture = "sm90" if hopper else "sm90-portable"
+    return Machine(architecture, properties.multi_processor_count)
+
+
+def plan(product: Product, machine: Machine, schedule: str = "auto", tile: str = "") -> dict[str, Any]:
+    """The cheapest plan with that schedule and tile; "auto" and "" leave them open."""
+    kind, numbers, predicted = torch.ops.tpkernels.streamk_plan(
+        *product, machine.architecture, schedule, 0, 1, machine.multiprocessors, tile
+    )
+    bm, bn, bk, tiles, k_iters, workers, splits, partial_tiles, cluster_m, cluster_n = numbers
+    return {
+        "schedule": kind,
+        "tile": (bm, bn, bk),
+        "cluster": (cluster_m, cluster_n),
+        "tiles": tiles,
+        "k_iters": k_iters,
+        "workers": workers,
+        "splits": splits,
+        "partial_tiles": partial_tiles,
+        "predicted_us": predicted,
+    }
+
+
+def tile_name(one: dict[str, Any], machine: Machine) -> str:
+    """Name of a plan's tile as the kernel takes it: "128x256x64/2x1" where there are clusters."""
+    tile, cluster = ("x".join(map(str, one[key])) for key in ("tile", "cluster"))
+    return f"{tile}/{cluster}" if machine.architecture == "sm90" else tile
+
+
+def candidates(product: Product, machine: Machine) -> list[dict[str, Any]]:
+    """The best plan of every tile, cheapest first: the first is what the kernel takes."""
+    chosen = plan(product, machine)
+    others = [plan(product, machine, tile=tile) for tile in TILES[machine.architecture]]
+    return [chosen] + sorted((p for p in others if p != chosen), key=lambda p: float(p["predicted_us"]))
+
+
+def why(product: Product, machine: Machine, chosen: dict[str, Any]) -> str:
+    """Why a plan cuts tiles, or does not."""
+    whole = plan(product, machine, "data_parallel", tile_name(chosen, machine))
+    count, workers = whole["tiles"], max(1, whole["workers"])
+    waves = f"{count} tiles are {count / workers:.2f} waves of {workers} workers"
+    if count <= workers:
+        waves = f"{count} whole tiles would keep {workers} workers busy"
+    if chosen["schedule"] == "data_parallel" or chosen["partial_tiles"] == 0:
+        return f"{waves}; cutting them was not predicted to be faster"
+    return (
+        f"{waves}: whole tiles were predicted to take {whole['predicted_us']:.0f} us, {chosen['schedule']} "
+        f"{chosen['predicted_us']:.0f} us"
+    )
+
+
+def estimate_us(product: Product, multiprocessors: int = 0, rates: CublasEstimate = CUBLAS_H100) -> float:
+    """Rough time of torch.mm in bfloat16 on an H100: arithmetic or memory, whichever is longer."""
+    batch, m, n, k = product
+    share = (multiprocessors or 132) / 132
+    flops, moved = 2.0 * batch * m * n * k, 2.0 * batch * (m * k + k * n + m * n)
+    return rates.launch_us + max(flops / (rates.flops_per_us * share), moved / rates.bytes_per_us)
+
+
+def prefers_streamk(
+    product: Product, machine: Machine, predicted_us: float, rates: CublasEstimate = CUBLAS_H100
+) -> bool:
+    """Whether our kernel should be faster than cuBLAS. Pure; no path asks it yet (see ``_paths.choose_gemm``).
+
+    ``predicted_us`` is that of the plan. Only the Hopper kernel is ever preferred.
+    """
+    if machine.architecture != "sm90":
+        return False
+    return predicted_us < estimate_us(product, machine.multiprocessors, rates)
