@@ -16,6 +16,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+# Tiles of 192 columns on Hopper: their 192 accumulators leave a thread 40 registers, too few for the bookkeeping of the
+# epilogue. What they spill must lie outside the main loop, which the machine code is searched for below.
+MAY_SPILL = re.compile(r"sm90a.*TileConfigILi(?:128|256)ELi192E")
 LOST_PERFORMANCE = re.compile(r"\(C75(?:0[4-9]|1[0-5])\)")
 LOCAL_MEMORY = re.compile(r"\b(?:LDL|STL)\b")
 BRANCH = re.compile(r"\bBRA\b.* 0x([0-9a-f]+) ;")
@@ -68,7 +71,11 @@ def problems(log: str) -> list[str]:
     kernels = parse_report(log)
     if not kernels:
         found.append("the log has no ptxas report: make clean build")
-    found += [f"{k.name} spills {k.spilled} bytes on {k.arch}" for k in kernels if k.spilled]
+    found += [
+        f"{k.name} spills {k.spilled} bytes on {k.arch}"
+        for k in kernels
+        if k.spilled and not MAY_SPILL.search(k.name)
+    ]
     return found
 
 

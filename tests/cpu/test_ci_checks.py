@@ -37,6 +37,14 @@ def test_spills_and_lost_performance_are_found():
     assert "no ptxas report" in check.problems("")[0]
 
 
+def test_spills_are_allowed_where_accumulators_leave_no_room():
+    check = load_script(".ci/check_cuda.py")
+    wide = "_ZN3tpk5sm90a19streamk_gemm_kernelINS0_10TileConfigILi256ELi192ELi3ELb0EEE"
+    assert check.problems(PTXAS.replace("_Z4gemm", wide)) == []
+    narrow = wide.replace("Li192E", "Li128E")
+    assert len(check.problems(PTXAS.replace("_Z4gemm", narrow))) == 1
+
+
 SASS = """\
 Fatbin elf code:
 arch = sm_90a

@@ -5,9 +5,9 @@
 //   work = max over workers (iterations + epilogues + fix-up)
 //   memory = bytes / bandwidth, every operand once
 //
-// Fitted on an H100 to 27 shapes on every tile and cluster, by data_parallel and hybrid_aligned; rms error 5 %, and the
-// plan chosen loses 1 % against the fastest. `python -m bench fit` fits again. Under a full load the clock follows power,
-// so iterations take longer than their cycles at the nominal clock.
+// Fitted on an H100 to 27 shapes on every tile and cluster, by data_parallel and hybrid_aligned; rms error 5
+// %, and the plan chosen loses 1 % against the fastest. `python -m bench fit` fits again. Under a full load
+// the clock follows power, so iterations take longer than their cycles at the nominal clock.
 #pragma once
 
 #include <algorithm>
