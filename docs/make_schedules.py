@@ -62,7 +62,7 @@ def facts(kind: str) -> dict[str, float]:
     return {
         "iterations": longest,
         "busy": work / (longest * WORKERS),
-        "partials": s.num_slots,
+        "partials": sum(x.slot >= 0 for worker in range(s.workers) for x in s.segments(worker)),
         "depths": len(depths),
     }
 
