@@ -1,11 +1,19 @@
-"""Draws docs/schedules.md: how each schedule cuts one real product.
+"""Draws docs/schedules.md: how each schedule cuts one real product. Needs matplotlib and a built tpkernels.
 
-PYTHONPATH=. python docs/make_schedules.py     writes the pictures and the table of the page
+PYTHONPATH=. python docs/make_schedules.py     writes the pictures, their captions and the tables of the page
+
+All numbers come from the schedules that the kernel walks (``_host``) or from a file of measurements. Time is counted in
+iterations; epilogues and fix-up take what the Hopper cost model charges for them (csrc/kernels/sm90a/cost.hpp).
 """
 
 from __future__ import annotations
 
+import hashlib
+import heapq
+import json
 import re
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,111 +21,298 @@ from tpkernels import _extensions
 
 _host = _extensions.host()
 FOLDER = Path(__file__).resolve().parent
-M, N, K = 2048, 5120, 8192
-BM, BN, BK = 256, 256, 64  # a cluster of two CTAs of 128 x 256
-WORKERS = 66  # such clusters on 132 multiprocessors
+PICTURES = FOLDER / "schedules"
+PAGE = FOLDER / "schedules.md"
+RESULTS = FOLDER.parent / "bench/results/2026-11-28_h100x1_hopper.jsonl"
+THEMES = ("light", "dark")
+
+M, N, K = 4096, 2112, 7168
+TILE, CLUSTER = "128x256x64", "2x1"  # of a CTA; two of them share the columns of B
+MULTIPROCESSORS = 132
+
+# Kind -> what its picture shows, in the caption before the numbers.
 KINDS = {
-    "data_parallel": (1, "Every tile whole: the third wave is half empty."),
-    "split_k": (2, "Every tile in two: finer, but every tile pays for a partial."),
-    "stream_k": (
-        1,
-        "All tiles end to end, cut into equal shares: even, but every worker at another depth of K.",
-    ),
-    "hybrid_first": (
-        1,
-        "The paper's two-tile hybrid: the remainder and one wave streamed, then a whole wave.",
-    ),
-    "hybrid_aligned": (
-        1,
-        "Whole waves, then the remainder, cut at multiples of K / n only: nearly even, and few depths of K.",
-    ),
+    "data_parallel": "Data-parallel: whole tiles, one wave after another.",
+    "split_k": "Split-K: every tile in {splits} runs of K (the best of 2 to 8), one ticket each.",
+    "stream_k": "Textbook Stream-K: all tiles end to end, cut into equal shares.",
+    "hybrid_first": "Hybrid, streamed first: the remainder and one wave are cut, then whole tiles.",
+    "hybrid_last": "Remainder last: a wave of whole tiles, then the same cut.",
 }
+IN_TABLE = (*KINDS, "hybrid_aligned")  # on this product the same cut as hybrid_last, so it has no picture
+MEASURED = ((M, N, K), (2048, 5120, 8192), (8192, 8192, 8192))
 
 
-def schedule(kind: str) -> Any:
-    """The schedule of one kind, as the kernel would walk it."""
-    tiles = -(-M // BM) * -(-N // BN)
-    return _host.make_schedule(kind, tiles, -(-K // BK), workers=WORKERS, splits=KINDS[kind][0])
+@dataclass(frozen=True)
+class Bar:
+    """What one cluster does from ``start``, in iterations: a segment, and what it costs to end it."""
+
+    ticket: int
+    tile: int  # position in the tile order
+    k_begin: int
+    k_end: int
+    split: bool
+    finishes: bool
+    start: float
+    products_end: float
+    wait_end: float  # until here it waits for the partials of others
+    fixup_end: float  # until here it adds them, or writes its own
+    end: float  # after the epilogue, if it finishes the tile
 
 
-def timelines(kind: str) -> list[list[tuple[int, int, int, bool]]]:
-    """Of each of the 66 clusters: (start, iterations, tile, is split), in iterations; later tickets take turns."""
-    s = schedule(kind)
-    rows: list[list[tuple[int, int, int, bool]]] = [[] for _ in range(WORKERS)]
-    free = [0] * WORKERS
-    for worker in range(s.workers):
-        row = min(range(WORKERS), key=lambda i: (free[i], i))
-        for x in s.segments(worker):
-            rows[row].append((free[row], x.k_end - x.k_begin, x.position, x.is_split))
-            free[row] += x.k_end - x.k_begin
-    return rows
+@dataclass(frozen=True)
+class Timeline:
+    """A schedule as drawn: one row for each cluster that runs."""
+
+    kind: str
+    splits: int
+    rows: list[list[Bar]]
+
+    @property
+    def bars(self) -> list[Bar]:
+        return [bar for row in self.rows for bar in row]
+
+    @property
+    def end(self) -> float:
+        return max(bar.end for bar in self.bars)
 
 
-def facts(kind: str) -> dict[str, float]:
-    """Length of the schedule in iterations, how busy clusters are, partial tiles, depths of K at which work begins."""
-    s, rows = schedule(kind), timelines(kind)
-    work = sum(x[1] for row in rows for x in row)
-    longest = max(sum(x[1] for x in row) for row in rows)
-    depths = {x.k_begin for worker in range(s.workers) for x in s.segments(worker)}
+def costs() -> dict[str, float]:
+    """In microseconds, of a cluster with this tile."""
+    c = _host.hopper_cost()
+    names = {"iter": f"iter_us {TILE}/{CLUSTER}", "epilogue": f"epilogue_us {TILE}", "publish": "publish_us",
+             "add": "add_us", "launch": "launch_us", "split_launch": "split_launch_us"}  # fmt: skip
+    return {short: c[name] for short, name in names.items()}
+
+
+@cache
+def plan(kind: str, splits: int = 1) -> Any:
+    """The plan of the Hopper kernel for this product."""
+    return _host.hopper_plans(
+        M, N, K, schedule=kind, splits=splits, tile=f"{TILE}/{CLUSTER}", multiprocessors=MULTIPROCESSORS
+    )[0].plan
+
+
+def clusters() -> int:
+    """How many run at once."""
+    return MULTIPROCESSORS // 2
+
+
+def simulate(kind: str, splits: int = 1) -> Timeline:
+    """When each cluster does what. Tickets in order are enough: a finisher waits for lower ones only."""
+    s, c = plan(kind, splits).schedule, costs()
+    epilogue, publish, add = (c[name] / c["iter"] for name in ("epilogue", "publish", "add"))
+    rows: list[list[Bar]] = [[] for _ in range(clusters())]
+    free = [(0.0, row) for row in range(len(rows))]
+    published: dict[int, float] = {}
+    for ticket in range(s.workers):
+        now, row = heapq.heappop(free)
+        for x in s.segments(ticket):
+            products_end = wait_end = now + x.k_end - x.k_begin
+            slots = range(x.first_slot, x.end_slot) if x.finishes and x.is_split else range(0)
+            wait_end = max([products_end, *(published[slot] for slot in slots)])
+            fixup_end = wait_end + (add * len(slots) if x.finishes else publish)
+            if not x.finishes:
+                published[x.slot] = fixup_end
+            end = fixup_end + (epilogue if x.finishes else 0)
+            rows[row].append(Bar(ticket, x.position, x.k_begin, x.k_end, x.is_split, x.finishes, now,
+                                 products_end, wait_end, fixup_end, end))  # fmt: skip
+            now = end
+        heapq.heappush(free, (now, row))
+    return Timeline(kind, splits, rows)
+
+
+@cache
+def timeline(kind: str) -> Timeline:
+    """The timeline that is drawn; of split-K the shortest."""
+    if kind != "split_k":
+        return simulate(kind)
+    return min((simulate(kind, splits) for splits in range(2, 9)), key=lambda t: t.end)
+
+
+def facts(kind: str) -> dict[str, Any]:
+    """The numbers of one schedule."""
+    t, c = timeline(kind), costs()
+    s = plan(kind, t.splits).schedule
+    work = sum(bar.k_end - bar.k_begin for bar in t.bars)
+    longest = max(sum(bar.k_end - bar.k_begin for bar in row) for row in t.rows)
+    split = {bar.tile for bar in t.bars if bar.split}
+    launch = c["launch"] + (c["split_launch"] if split else 0)
     return {
         "iterations": longest,
-        "busy": work / (longest * WORKERS),
-        "partials": sum(x.slot >= 0 for worker in range(s.workers) for x in s.segments(worker)),
-        "depths": len(depths),
+        "even": work / clusters(),
+        "even_share": work / (longest * clusters()),
+        "multiplying": work / (t.end * clusters()),
+        "tickets": s.workers,
+        "split": len(split),
+        "partials": sum(not bar.finishes for bar in t.bars),
+        "depths": depths(s),
+        "waits": sum(bar.wait_end - bar.products_end for bar in t.bars),
+        "end": t.end,
+        "us": launch + t.end * c["iter"],
     }
 
 
-def table() -> str:
-    """The page's table."""
+def shape_text() -> str:
+    """The product in one paragraph."""
+    p = plan("data_parallel")
+    tiles, k_iters = len(p.order), p.schedule.k_iters
+    bm, bn, bk = p.tile.bm, p.tile.bn, p.tile.bk
+    even = tiles * k_iters / clusters()
+    return (
+        f"- The product: M x N x K = {M} x {N} x {K}, bf16.\n"
+        f"- The tile of a cluster: {bm} x {bn}, {bk} of K an iteration (about {costs()['iter']:.2f} us). That makes "
+        f"{p.order.tiles_m} x {p.order.tiles_n} = {tiles} tiles\n  of {k_iters} iterations.\n"
+        f"- The machine: {MULTIPROCESSORS} multiprocessors, {clusters()} clusters at once. So there are "
+        f"{tiles / clusters():.2f} waves of tiles, and {even:.1f} iterations for\n"
+        "  each cluster if they were evenly divided."
+    )
+
+
+def table_text() -> str:
     lines = [
-        "| schedule | longest worker, iterations | busy | partial tiles | depths of K |",
-        "| --- | --: | --: | --: | --: |",
+        "| schedule | iterations of the busiest cluster | even share / that | time spent multiplying | tiles split "
+        "| partial tiles | depths of K | model, us |",
+        "| --- | --: | --: | --: | --: | --: | --: | --: |",
     ]
-    for kind in KINDS:
+    for kind in IN_TABLE:
         f = facts(kind)
-        lines.append(f"| `{kind}` | {f['iterations']} | {f['busy']:.0%} | {f['partials']} | {f['depths']} |")
+        lines.append(
+            f"| `{kind}` | {f['iterations']} | {f['even_share']:.0%} | {f['multiplying']:.0%} | {f['split']} "
+            f"| {f['partials']} | {f['depths']} | {f['us']:.0f} |"
+        )
     return "\n".join(lines)
 
 
-def draw(kind: str, path: Path) -> None:
-    """One picture: time to the right, a line for each cluster, a colour for each tile, split tiles hatched."""
-    import matplotlib
+def caption(kind: str) -> str:
+    """What a picture says in words and numbers."""
+    t, f = timeline(kind), facts(kind)
+    text = KINDS[kind].format(splits=t.splits)
+    return (
+        f"{text} Ends after {f['end']:.0f} iterations, {f['multiplying']:.0%} of the time spent multiplying; "
+        f"{f['partials']} partial tiles."
+    )
 
-    matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "tpkernels"
-    from matplotlib import pyplot as plt
 
-    colours = plt.get_cmap("tab20").colors  # type: ignore[attr-defined]
-    figure, axes = plt.subplots(figsize=(7.2, 2.6))
-    for y, row in enumerate(timelines(kind)):
-        for start, length, tile, split in row:
-            edge = "black" if split else "white"
-            axes.barh(
-                y, length, left=start, height=1, color=colours[tile % 20], edgecolor=edge, linewidth=0.3
-            )
-    axes.set(xlim=(0, 400), ylim=(WORKERS, 0), xlabel="iterations of 64 along K", ylabel="cluster")
-    axes.set_title(f"{kind}: {facts(kind)['busy']:.0%} busy; tiles with black edges are split", fontsize=9)
-    for item in (
-        axes.title,
-        axes.xaxis.label,
-        axes.yaxis.label,
-        *axes.get_xticklabels(),
-        *axes.get_yticklabels(),
-    ):
-        item.set_color("#808080")  # readable on light and dark pages
-    figure.savefig(path, transparent=True, bbox_inches="tight", metadata={"Date": None})
-    plt.close(figure)
+def order_caption() -> str:
+    o = plan("data_parallel").order
+    rows, columns = wave_footprint(o)
+    wide = _host.TileShape(256, 256, 64)
+    walks = {
+        group: wave_footprint(_host.make_tile_order(16 * 256, 64 * 256, 1, wide, group))
+        for group in (1, o.group_m)
+    }
+    return (
+        f"Tile order: {o.tiles_m} x {o.tiles_n} tiles in groups of {o.group_m} rows, column by column. The first "
+        f"{clusters()} positions touch {rows} rows and {columns} columns of tiles. With 64 columns of tiles they would "
+        f"touch {walks[o.group_m][0]} + {walks[o.group_m][1]}, and row by row {walks[1][0]} + {walks[1][1]}."
+    )
+
+
+def wave_footprint(order: Any) -> tuple[int, int]:
+    """Rows and columns of tiles that the first wave touches: what it reads of A and of B."""
+    places = [order.at(i) for i in range(clusters())]
+    return len({m for _, m, _ in places}), len({n for _, _, n in places})
+
+
+def zoom_caption() -> str:
+    return (
+        "The first five clusters of the hybrid: a share is walked from its last tile to its first. Arrows: a partial, "
+        "from where it is written to where it is added."
+    )
+
+
+def captions() -> dict[str, str]:
+    """Picture -> caption."""
+    return {**{kind: caption(kind) for kind in KINDS}, "zoom": zoom_caption(), "order": order_caption()}
+
+
+def depths(s: Any) -> int:
+    """Different depths of K at which the schedule starts a segment."""
+    return len({x.k_begin for worker in range(s.workers) for x in s.segments(worker)})
+
+
+def measured_rows(case: str) -> dict[str, dict[str, Any]]:
+    """Variant -> row of the first bf16 case of that name: one run, hence comparable."""
+    found: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    for line in RESULTS.read_text().splitlines():
+        row = json.loads(line)
+        if (row.get("kind"), row.get("suite"), row.get("status")) != ("row", "gemm", "ok"):
+            continue
+        if row["dtype"] == "bfloat16" and row["case"].split()[-1] == case:
+            found.setdefault((row["case"], row["run"]), {})[row["variant"]] = row
+    return next(rows for rows in found.values() if "streamk:stream_k" in rows)
+
+
+def measured_text() -> str:
+    """Schedules measured on one tile each, with the depths of K at which each starts."""
+    kinds = ("data_parallel", "stream_k", "hybrid_aligned")
+    lines = [
+        "| product | tile, cluster | " + " | ".join(f"`{kind}`, us" for kind in kinds) + " | cuBLAS, us |",
+        "| --- | --- | --: | --: | --: | --: |",
+    ]
+    for m, n, k in MEASURED:
+        rows = measured_rows(f"{m}x{n}x{k}")
+        tile = rows["streamk"]["extra"]["plan"]["tile_name"]
+        cells = []
+        for kind in kinds:
+            row = rows[f"streamk:{kind}"]
+            assert row["extra"]["plan"]["tile_name"] == tile, f"{kind} was measured on another tile"
+            starts = depths(_host.hopper_plans(m, n, k, schedule=kind, tile=tile)[0].plan.schedule)
+            cells.append(f"{row['us']['p50']:,.0f} ({starts})")
+        lines.append(
+            f"| {m} x {n} x {k} | {tile} | {' | '.join(cells)} | {rows['cublas']['us']['p50']:,.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def digest(name: str) -> str:
+    """Changes when what a picture shows does: written into its description, so that a test sees an old picture."""
+    shown: Any
+    if name == "order":
+        shown = [plan("data_parallel").order.at(i) for i in range(len(plan("data_parallel").order))]
+    elif name == "zoom":
+        shown = timeline("hybrid_first").rows[:5]
+    else:
+        shown = timeline(name).rows
+    return hashlib.sha256(repr((shown, captions()[name])).encode()).hexdigest()[:16]
+
+
+def picture_file(name: str, theme: str) -> Path:
+    return PICTURES / (f"{name}.svg" if theme == "light" else f"{name}-dark.svg")
+
+
+def figure_text(name: str) -> str:
+    text = captions()[name]
+    light, dark = (picture_file(name, theme).relative_to(FOLDER) for theme in THEMES)
+    return (
+        f'<picture>\n  <source media="(prefers-color-scheme: dark)" srcset="{dark}">\n'
+        f'  <img src="{light}" alt="{text}">\n</picture>\n\n*{text}*'
+    )
+
+
+def page_text(old: str) -> str:
+    """The page with every generated part written anew."""
+    parts = {"shape": shape_text, "table": table_text, "measured": measured_text}
+
+    def part(match: re.Match[str]) -> str:
+        name = match[1]
+        text = figure_text(name.removeprefix("figure ")) if name.startswith("figure ") else parts[name]()
+        return f"<!-- made: {name} -->\n{text}\n<!-- end -->"
+
+    return re.sub(r"<!-- made: ([^>]*?) -->\n.*?<!-- end -->", part, old, flags=re.S)
 
 
 def main() -> None:
-    """Writes the pictures and the table between the page's markers."""
-    for kind in KINDS:
-        draw(kind, FOLDER / f"schedule-{kind}.svg")
-    page = FOLDER / "schedules.md"
-    text = re.sub(
-        r"(<!-- table -->\n).*?(\n<!-- end -->)", rf"\g<1>{table()}\g<2>", page.read_text(), flags=re.S
-    )
-    page.write_text(text)
+    """Writes the pictures and the generated parts of the page."""
+    import draw_schedules  # beside this file: matplotlib only for who draws
+
+    PICTURES.mkdir(exist_ok=True)
+    for theme in THEMES:
+        for kind in KINDS:
+            draw_schedules.draw_timeline(kind, theme, picture_file(kind, theme))
+        draw_schedules.draw_zoom(theme, picture_file("zoom", theme))
+        draw_schedules.draw_order(theme, picture_file("order", theme))
+    PAGE.write_text(page_text(PAGE.read_text()))
 
 
 if __name__ == "__main__":
