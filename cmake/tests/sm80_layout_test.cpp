@@ -188,8 +188,8 @@ void check_layouts() {
 void check_plans() {
   const int64_t extents[] = {1, 63, 64, 129, 1000, 4096};
   const int64_t depths[] = {0, 1, 33, 256, 300, 1024, 5000};
-  const char* names[] = {"auto",         "data_parallel", "stream_k",  "split_k",
-                         "hybrid_first", "hybrid_last",   "own_first", "every_shard"};
+  const char* names[] = {"auto",        "data_parallel", "stream_k",    "split_k",       "hybrid_first",
+                         "hybrid_last", "own_first",     "every_shard", "hybrid_aligned"};
   for (const int64_t m : extents) {
     for (const int64_t n : extents) {
       for (const int64_t k : depths) {

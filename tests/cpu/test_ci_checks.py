@@ -40,9 +40,16 @@ def test_spills_and_lost_performance_are_found():
 def test_spills_are_allowed_where_accumulators_leave_no_room():
     check = load_script(".ci/check_cuda.py")
     wide = "_ZN3tpk5sm90a19streamk_gemm_kernelINS0_10TileConfigILi256ELi192ELi3ELb0EEE"
-    assert check.problems(PTXAS.replace("_Z4gemm", wide)) == []
-    narrow = wide.replace("Li192E", "Li128E")
-    assert len(check.problems(PTXAS.replace("_Z4gemm", narrow))) == 1
+    for name in (wide, wide.replace("Li256E", "Li128E")):
+        assert check.problems(PTXAS.replace("_Z4gemm", name)) == []
+    for other in (
+        ("Li192E", "Li128E"),
+        ("Li256ELi192E", "Li128ELi256E"),
+        ("Li256E", "Li192E"),
+        ("sm90a", "sm80"),
+    ):
+        name = wide.replace(*other)
+        assert check.problems(PTXAS.replace("_Z4gemm", name)) == [f"{name} spills 20 bytes on sm_90"]
 
 
 SASS = """\

@@ -113,6 +113,14 @@ def test_explain_lists_what_was_considered():
     assert "why so" in text and all(what in text for _, what in explanation.candidates)
 
 
+def test_explain_shows_the_cluster():
+    plan = _plans.plan(_plans.Product(1, 8192, 8192, 8192), _plans.Machine("sm90"), tile="256x128x64/1x2")
+    text = str(tpk.Explanation("matmul", "streamk", "M=8192", "asked for", 0, plan))
+    assert "tile 256x128x64 in clusters of 1x2, 1024 tiles of 128 iterations over 66 workers" in text
+    alone = str(tpk.Explanation("matmul", "streamk", "M=8192", "asked for", 0, plan | {"cluster": (1, 1)}))
+    assert "tile 256x128x64, 1024 tiles" in alone
+
+
 @pytest.mark.parametrize("architecture", list(_plans.TILES))
 def test_the_first_candidate_is_what_the_kernel_takes(architecture):
     for size in ((1, 2048, 5120, 8192), (1, 512, 512, 32768), (3, 70, 50, 200), (1, 0, 5, 8)):

@@ -22,7 +22,7 @@ OPS = torch.ops.tpkernels
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 # Half a unit in the last place of the output, relative to the sum of magnitudes.
 ROUNDING = {torch.float64: 0.0, torch.float32: 6e-8, torch.bfloat16: 4e-3, torch.float16: 5e-4}
-SCHEDULES = ["auto", "data_parallel", "stream_k", "split_k", "hybrid_first", "hybrid_last"]
+SCHEDULES = ["auto", "data_parallel", "stream_k", "split_k", "hybrid_first", "hybrid_last", "hybrid_aligned"]
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda x: x,
     "relu": torch.relu,

@@ -75,7 +75,8 @@ def test_each_feature_into_each_layout(tile: str, out_layout: str, generator: to
         "all": {"alpha": 0.5, "bias": True, "preact": True, "activation": "relu", "residual": True}
         | {"accumulate": True},
     }
-    names, preacts, kinds = (itertools.cycle(x) for x in (variants(tile), OUT_LAYOUTS, OUT_DTYPES))
+    names, preacts = itertools.cycle(variants(tile)), itertools.cycle(OUT_LAYOUTS)
+    kinds = itertools.cycle(OUT_DTYPES)
     with Failures() as failures:
         for (batch, m, n, k), (what, f) in itertools.product(
             [(1, 280, 392, 1000), (2, 150, 203, 584), (1, 257, 70, 96)], features.items()

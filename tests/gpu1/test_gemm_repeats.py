@@ -177,7 +177,7 @@ def test_beside_a_kernel_that_holds_multiprocessors(tile: str, free: int, genera
     """Report 28: fewer clusters run than were planned for, at 0 and 1 none for a while. Same bits, nothing left out."""
     cp: Any = pytest.importorskip("cupy", reason="needs CuPy: pip install cupy-cuda13x")
     hold = cp.RawKernel(HOLD, "hold")
-    properties = torch.cuda.get_device_properties(0)
+    properties: Any = torch.cuda.get_device_properties(0)
     shared = properties.shared_memory_per_block_optin
     hold.max_dynamic_shared_size_bytes = shared
     a, b = small_problem(generator, k=4096, n=1000)

@@ -27,8 +27,9 @@ class Explanation:
         product: sizes of the product on this rank (the first, if there are several).
         why: reason for the choice of the product's implementation.
         wire_bytes: bytes that this rank receives from others in the forward pass.
-        plan: how the Stream-K kernel would cut this product (schedule, tile, workers, splits, predicted time),
-            whether or not the path uses it; None where no such kernel takes this dtype.
+        plan: how the Stream-K kernel would cut this product (schedule, tile of a CTA, cluster, workers, splits,
+            predicted time), whether or not the path uses it; None where no such kernel takes this dtype. A cluster
+            counts as one tile and one worker.
         plan_why: why that plan cuts tiles, or does not.
         candidates: predicted times of the best plans of other tiles, and of cuBLAS where there is an estimate, cheapest
             first: (microseconds, what).
@@ -50,8 +51,10 @@ class Explanation:
         if self.plan is not None:
             used = "" if self.path.endswith("streamk") else " (not on this path)"
             p = self.plan
+            tile, cluster = ("x".join(map(str, p[key])) for key in ("tile", "cluster"))
+            clusters = "" if cluster == "1x1" else f" in clusters of {cluster}"
             lines.append(
-                f"  stream-k  {p['schedule']}, tile {'x'.join(map(str, p['tile']))}, {p['tiles']} tiles of "
+                f"  stream-k  {p['schedule']}, tile {tile}{clusters}, {p['tiles']} tiles of "
                 f"{p['k_iters']} iterations over {p['workers']} workers, {p['partial_tiles']} partial tiles, "
                 f"predicted {p['predicted_us']:.0f} us{used}"
             )

@@ -122,7 +122,7 @@ void trial(int number) {
     call.preact = matrix(preact);
     epilogue.bias = &bias;
   }
-  const std::string schedule = pick({"auto", "stream_k", "split_k", "hybrid_last"});
+  const std::string schedule = pick({"auto", "stream_k", "split_k", "hybrid_last", "hybrid_aligned"});
   const std::string tile = pick({"", "64x64x32", "128x128x32"});
   call.schedule = schedule;
   call.tile = tile;

@@ -87,8 +87,9 @@ int64_t trial(TileId id) {
   Array old(batch, m, n, out_kind, Memory::kRows);
   old.each([&](int64_t i, int64_t r, int64_t c) { put(out_kind, old.at(i, r, c), out(i, r, c)); });
 
-  const std::string schedule = pick({"auto", "data_parallel", "stream_k", "stream_k", "split_k",
-                                     "hybrid_first", "hybrid_last", "own_first", "every_shard"});
+  const std::string schedule =
+      pick({"auto", "data_parallel", "stream_k", "stream_k", "split_k", "hybrid_first", "hybrid_last",
+            "own_first", "every_shard", "hybrid_aligned"});
   const TileShape shape = tile_shape(id);
   ScheduleOptions options;
   options.workers = between(1, 9);
