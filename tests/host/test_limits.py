@@ -119,6 +119,16 @@ def test_a_billion_tickets_are_counted_quickly() -> None:
     assert time.monotonic() - start < 5
 
 
+@pytest.mark.parametrize("tiles", [1, 3, COUNT // 2, COUNT - 1])
+def test_depths_for_a_billion_workers_are_found_quickly(tiles: int) -> None:
+    start = time.monotonic()
+    s = _host.make_schedule("hybrid_aligned", tiles, 1 << 31, workers=COUNT, min_iters=1)
+    (piece,) = s.pieces
+    assert piece.granules == COUNT // tiles if tiles < COUNT // 12 else piece.granules <= 12
+    assert sum(_host.count_work(s, w).iterations for w in (0, s.workers - 1)) > 0
+    assert time.monotonic() - start < 1
+
+
 def schedule(**changes: object) -> Callable[[], object]:
     good: dict[str, object] = dict(kind="stream_k", tiles=2, k_iters=8, workers=4)
     return lambda: _host.make_schedule(**(good | changes))
