@@ -210,6 +210,8 @@ class ScheduleBuilder {
     const int64_t g = s_.workers;
     int64_t most = count < g ? max64(kMost, g / count) : kMost;
     most = min64(most, s_.k_iters / s_.min_iters);
+    // Up to a granule a worker every share is one granule: the most are best. Workers may be a billion.
+    if (count * most <= g) return max64(1, most);
     int64_t best = 1;
     for (int64_t n = 2; n <= most; ++n) {
       // ceil(count * n / g) / n, the longest share in tiles.
