@@ -7,10 +7,11 @@
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(tpkernels, m) {
-  // Local products.
+  // Local products. matmul returns [out], or what the backward pass wants too: [out, preact], and with a gate
+  // [out, alpha a b, alpha a gate].
   m.def(
-      "matmul(Tensor a, Tensor b, Tensor? bias, str activation, ScalarType? out_dtype, "
-      "bool return_preact, str path) -> Tensor[]");
+      "matmul(Tensor a, Tensor b, Tensor? gate, Tensor? bias, Tensor? residual, float alpha, "
+      "str activation, ScalarType? out_dtype, bool return_preact, str path) -> Tensor[]");
   m.def("matmul_accumulate(Tensor a, Tensor b, Tensor(c!) acc, str path) -> ()");
 
   // Products fused with a collective over the process group named group_name. biases[i] belongs to
@@ -66,9 +67,13 @@ STABLE_TORCH_LIBRARY(tpkernels, m) {
   // What streamk_gemm would do, without doing it; device is "cpu", "sm80", "sm90" (the Hopper kernel; "cuda"
   // is the same) or "sm90-portable", multiprocessors = 0 means 108 and 132: (schedule name, [bm, bn, bk,
   // tiles, k_iters, workers, splits, partial tiles, cluster m, cluster n], predicted us). bm and bn are of a
-  // CTA; tiles, workers and partial tiles count clusters.
+  // CTA; tiles, workers and partial tiles count clusters. gated: there is a gate, for which the Hopper kernel
+  // takes half of the columns of each tile, and the others a second product with the same plan. finishes:
+  // there is a bias, residual, preact or activation, or the output is added to; the Hopper kernel alone
+  // counts the time that this takes.
   m.def(
       "streamk_plan(int batch, int m, int n, int k, str device, str schedule='auto', int workers=0, "
-      "int splits=1, int multiprocessors=0, str tile='') -> (str, int[], float)");
+      "int splits=1, int multiprocessors=0, str tile='', bool gated=False, bool finishes=False) "
+      "-> (str, int[], float)");
   m.def("build_info() -> str");
 }

@@ -18,9 +18,10 @@ SHAPES = [(8192, 8192, 8192), (512, 512, 32768), (2048, 5120, 3000), (100, 70, 4
 def plan(m: int, n: int, k: int, *, batch: int = 1, sms: int = 132, tile: str = "", **options: Any) -> Plan:
     schedule, splits = options.pop("schedule", "auto"), options.pop("splits", 1)
     workers, device = options.pop("workers", 0), options.pop("device", "sm90")
+    gated, finishes = options.pop("gated", False), options.pop("finishes", False)
     assert not options
     found: Plan = torch.ops.tpkernels.streamk_plan(
-        batch, m, n, k, device, schedule, workers, splits, sms, tile
+        batch, m, n, k, device, schedule, workers, splits, sms, tile, gated, finishes
     )
     return found
 
@@ -71,6 +72,37 @@ def test_the_free_choice_is_the_fastest_by_its_own_prediction(shape: tuple[int, 
         )
 
 
+@pytest.mark.parametrize(("gated", "finishes"), [(False, False), (False, True), (True, True)])
+@pytest.mark.parametrize("sms", [60, 132])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_follows_is_planned_for(
+    shape: tuple[int, int, int], sms: int, gated: bool, finishes: bool
+) -> None:
+    """The op tells the plan that the launcher makes of a gate and an epilogue."""
+    best, *_ = _host.hopper_plans(*shape, gated=gated, finishes=finishes, multiprocessors=sms)
+    kind, numbers, predicted = plan(*shape, sms=sms, gated=gated, finishes=finishes)
+    (bm, bn), (cm, cn) = sizes(best.tile)
+    columns = bn // 2 if gated else bn
+    m, n, k = shape
+    tiles = -(-m // (bm * cm)) * -(-n // (columns * cn))
+    s = best.plan.schedule
+    expected = [bm, bn, 64, tiles, -(-k // 64), s.workers, best.plan.splits, s.num_slots, cm, cn]
+    assert (kind, numbers, predicted) == (best.plan.kind, expected, best.plan.predicted_us)
+
+
+def test_a_gate_always_finishes() -> None:
+    for shape in SHAPES:
+        assert plan(*shape, gated=True) == plan(*shape, gated=True, finishes=True)
+
+
+@pytest.mark.parametrize("device", ["cpu", "sm80", "sm90-portable"])
+def test_other_kernels_compute_a_gate_by_a_second_product(device: str) -> None:
+    for shape in SHAPES:
+        kind, numbers, predicted = plan(*shape, sms=0, device=device)
+        assert plan(*shape, sms=0, device=device, gated=True) == (kind, numbers, 2 * predicted)
+        assert plan(*shape, sms=0, device=device, finishes=True) == (kind, numbers, predicted)
+
+
 def test_a_single_multiprocessor_has_no_clusters() -> None:
     assert plan(1000, 1000, 1000, sms=1)[1][-2:] == [1, 1]
     with pytest.raises(RuntimeError, match="no cluster of tile '128x256x64/2x1' fits on the device"):
@@ -108,6 +140,10 @@ def test_plans_are_found_quickly() -> None:
         (dict(tile="128x256x64/"), "tile must be one of"),
         (dict(tile="64x64x32", device="cuda"), "tile must be one of 128x256x64"),
         (dict(tile="128x256x64", device="sm90-portable"), "tile must be 128x128x32 or 64x64x32"),
+        (
+            dict(tile="128x192x64", gated=True),
+            "tile '128x192x64' takes no gate: its columns cannot be halved",
+        ),
         (dict(schedule="hybrid"), "schedule must be one of .* or hybrid_aligned, but it is 'hybrid'"),
         (dict(schedule="split_k", splits=0), "splits must lie between 1 and"),
         (dict(workers=-1), "workers and multiprocessors must not be negative, but they are -1 and 132"),

@@ -166,10 +166,11 @@ def test_opcheck():
     b = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
     bias = torch.randn(4, dtype=torch.float64, requires_grad=True)
     op = torch.ops.tpkernels.matmul.default
-    torch.library.opcheck(op, (a, b, bias, "gelu", None, True, "auto"))
-    torch.library.opcheck(op, (a, b, None, "none", torch.float32, False, "auto"))
+    torch.library.opcheck(op, (a, b, None, bias, None, 1.0, "gelu", None, True, "auto"))
+    torch.library.opcheck(op, (a, b, None, None, None, 1.0, "none", torch.float32, False, "auto"))
     torch.library.opcheck(
-        op, (torch.randn(2, 3, 5), torch.randn(2, 5, 4), None, "none", None, False, "streamk")
+        op,
+        (torch.randn(2, 3, 5), torch.randn(2, 5, 4), None, None, None, 1.0, "none", None, False, "streamk"),
     )
     torch.library.opcheck(
         torch.ops.tpkernels.matmul_accumulate.default,

@@ -97,7 +97,9 @@ def test_exceptions_close_ranges():
 
     def run() -> None:
         with pytest.raises(tpk.errors.ShapeError):
-            torch.ops.tpkernels.matmul(a, torch.randn(4, 2), None, "none", None, False, "auto")
+            torch.ops.tpkernels.matmul(
+                a, torch.randn(4, 2), None, None, None, 1.0, "none", None, False, "auto"
+            )
         tpk.matmul(a, torch.randn(5, 2))
 
     with _nvtx.enable():

@@ -134,6 +134,56 @@ def test_the_first_candidate_is_what_the_kernel_takes(architecture):
         assert _plans.why(product, machine, found[0])
 
 
+@pytest.mark.parametrize("architecture", list(_plans.TILES))
+def test_candidates_of_a_gated_product(architecture):
+    """Tiles whose columns cannot be halved are left out; what follows is in the prediction."""
+    machine = _plans.Machine(architecture)
+    product = _plans.Product(1, 2048, 5120, 8192, gated=True, finishes=True)
+    found = _plans.candidates(product, machine)
+    assert found[0] == _plans.plan(product, machine) and _plans.why(product, machine, found[0])
+    names = {_plans.tile_name(one, machine) for one in found}
+    halved = {name for name in _plans.TILES[architecture] if "x192x" not in name}
+    assert names == halved
+    alone = _plans.plan(_plans.Product(1, 2048, 5120, 8192), machine)
+    assert found[0]["predicted_us"] > 1.8 * alone["predicted_us"]
+    assert _plans.estimate_us(product) == 2 * _plans.estimate_us(_plans.Product(1, 2048, 5120, 8192))
+
+
+def test_explain_knows_what_follows(monkeypatch):
+    """The plan is that of the kernel's call: gated, with an epilogue, or neither."""
+    asked = []
+    real = _plans.candidates
+
+    def spy(product, machine):
+        asked.append(product)
+        return real(product, _plans.Machine("sm90"))
+
+    monkeypatch.setattr(_plans, "candidates", spy)
+    monkeypatch.setattr(_plans, "machine_of", lambda *_: _plans.Machine("sm90"))
+    a, b, x = torch.randn(3, 200, 300), torch.randn(300, 100), torch.randn(3, 200, 100)
+
+    def follows(a=a, b=b, **options):
+        explanation = tpk.explain("matmul", a, b, **options)
+        return explanation, (asked[-1].gated, asked[-1].finishes)
+
+    assert follows()[1] == follows(alpha=2.0)[1] == follows(activation="none")[1] == (False, False)
+    for options in (dict(bias=b[0]), dict(residual=x), dict(activation="relu"), dict(accumulate_into=x)):
+        assert follows(**options)[1] == (False, True)
+    gated, what = follows(gate=b, activation="silu", residual=x)
+    assert what == (True, True) and asked[-1][:4] == (1, 600, 100, 300)
+    assert "K=300 float32 gated" in str(gated) and "cuBLAS, two products, a rough estimate" in str(gated)
+    # Where backward wants both products, they are computed apart, and the plan is that of one.
+    trained = b.clone().requires_grad_()
+    assert follows(b=trained, gate=b)[1] == (False, False)
+    assert follows(b=trained, gate=b, save_preact=False)[1] == (True, True)
+    with torch.no_grad():
+        assert follows(b=trained, gate=b)[1] == (True, True)
+    follows(a=torch.randn(2, 1, 5, 300), b=torch.randn(4, 300, 7))
+    assert asked[-1][:4] == (8, 5, 7, 300)
+    with pytest.raises(tpk.errors.ShapeError, match="gate: expected the shape of b"):
+        tpk.explain("matmul", a, b, gate=b[:, :50])
+
+
 def test_why_a_plan_cuts_tiles():
     machine = _plans.Machine("sm90", 132)
 

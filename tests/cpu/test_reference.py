@@ -91,6 +91,37 @@ def test_matmul(rng: Rng, lead: tuple[int, ...], name: str, extras: bool) -> Non
         same(out, ref.activation(a @ b, "gelu"))
 
 
+@pytest.mark.parametrize("name", ["none", "silu", "gelu_tanh"])
+@pytest.mark.parametrize(
+    "shapes", [((2, 5, 4), (4, 3)), ((3, 1, 5, 4), (2, 4, 3)), ((5, 4), (2, 4, 3)), ((0, 4), (4, 3))]
+)
+def test_gated_matmul(rng: Rng, shapes: tuple[tuple[int, ...], tuple[int, ...]], name: str) -> None:
+    a, b, gate = (rng.standard_normal(shape) for shape in (*shapes, shapes[1]))
+    residual = rng.standard_normal((a @ b).shape)
+
+    def backward(dy: Any, a: Any, b: Any, gate: Any, residual: Any) -> Any:
+        grads = ref.matmul_backward(dy, a, b, None, name, residual, gate=gate, alpha=0.7)
+        return grads.a, grads.b, grads.gate, grads.residual
+
+    against_torch(
+        rng,
+        [a, b, gate, residual],
+        lambda a, b, gate, residual: ref.matmul(a, b, None, name, residual, gate=gate, alpha=0.7),
+        backward,
+        lambda a, b, gate, residual: TORCH_ACTIVATIONS[name](0.7 * a @ gate) * (0.7 * a @ b) + residual,
+    )
+    bias = rng.standard_normal(3)
+    against_torch(
+        rng,
+        [a, b, bias],
+        lambda a, b, bias: ref.matmul(a, b, bias, name, alpha=-2.0),
+        lambda dy, a, b, bias: ref.matmul_backward(dy, a, b, bias, name, alpha=-2.0)[:3],
+        lambda a, b, bias: TORCH_ACTIVATIONS[name](-2.0 * a @ b + bias),
+    )
+    with pytest.raises(ValueError, match="bias must be None where there is a gate"):
+        ref.matmul(a, b, bias, gate=gate)
+
+
 def test_shard_sizes_are_those_of_chunk() -> None:
     for total in range(20):
         for world in range(1, 9):

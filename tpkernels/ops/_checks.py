@@ -73,6 +73,31 @@ def check_bias(name: str, bias: Tensor | None, n: int, like_name: str, like: Ten
         raise ShapeError(f"{name}: expected shape [{n}] (one value per output column), got {_shape(bias)}.")
 
 
+def check_gate(gate: Tensor | None, b: Tensor, bias: Tensor | None, a: Tensor) -> None:
+    """A second factor with the shape of ``b``, without a bias."""
+    if gate is None:
+        return
+    check_product("a", a, "gate", gate)
+    if gate.shape != b.shape:
+        raise ShapeError(f"gate: expected the shape of b, {_shape(b)}, got {_shape(gate)}.")
+    if bias is not None:
+        raise ArgumentError(
+            "bias: expected None where there is a gate, as it is not defined which of the two products it belongs to; "
+            "compute the two products apart."
+        )
+
+
+def check_addend(name: str, x: Tensor | None, shape: Sequence[int], like: Tensor) -> None:
+    """What is added to an output of that shape: any floating dtype."""
+    if x is None:
+        return
+    check_operand(name, x)
+    if list(x.shape) != list(shape):
+        raise ShapeError(f"{name}: expected the output's shape {list(shape)}, got {_shape(x)}; expand it.")
+    if x.device != like.device:
+        raise DeviceError(f"{name}: expected device {like.device} as in a, got {x.device}; move it.")
+
+
 def check_residual(residual: Tensor | None, shape: Sequence[int], dtype: torch.dtype, like: Tensor) -> None:
     if residual is None:
         return

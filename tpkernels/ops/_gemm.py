@@ -1,11 +1,17 @@
 """The local product with its epilogue, on the path that was chosen.
 
-Epilogue order, everywhere: product, + bias, pre-activation (kept if asked for), activation, rounding.
+The order of an epilogue, everywhere (kernels/gemm_call.hpp), in float32, or float64 for such operands:
+
+- product, * alpha, + bias: the pre-activation, kept if asked for
+- activation; where there is a gate, activation(alpha * a @ gate) * the product
+- + residual
+- one rounding
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -16,11 +22,35 @@ from tpkernels.ops._collectives import accumulate_dtype
 from tpkernels.ops._paths import Choice
 
 
+class Epilogue(NamedTuple):
+    """What follows a product. ``gate`` has the shape of ``b``, ``residual`` that of the output; no bias with a gate."""
+
+    gate: Tensor | None = None
+    bias: Tensor | None = None
+    residual: Tensor | None = None
+    alpha: float = 1.0
+    activation: str = "none"
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing follows but rounding."""
+        return (
+            self.gate is None
+            and self.bias is None
+            and self.residual is None
+            and self.alpha == 1.0
+            and self.activation == "none"
+        )
+
+
+PLAIN = Epilogue()
+
+
 class Product(NamedTuple):
-    """Result of a local product; ``preact`` is None unless it was asked for."""
+    """Result of a local product. ``kept``, if asked for: [pre-activation], with a gate [alpha a b, alpha a gate]."""
 
     out: Tensor
-    preact: Tensor | None
+    kept: list[Tensor]
 
 
 def output_shape(a: Tensor, b: Tensor) -> list[int]:
@@ -29,27 +59,26 @@ def output_shape(a: Tensor, b: Tensor) -> list[int]:
     return [*batch, a.shape[-2], b.shape[-1]]
 
 
-def describe(a: Tensor, b: Tensor) -> str:
+def describe(a: Tensor, b: Tensor, *, gated: bool = False) -> str:
     """Sizes of a product for a path record."""
-    rows = math.prod(a.shape[:-1])
-    return f"M={rows} N={b.shape[-1]} K={a.shape[-1]} {str(a.dtype).removeprefix('torch.')}"
+    rows, dtype = math.prod(a.shape[:-1]), str(a.dtype).removeprefix("torch.")
+    return f"M={rows} N={b.shape[-1]} K={a.shape[-1]} {dtype}{' gated' if gated else ''}"
 
 
 def run(
     choice: Choice,
     a: Tensor,
     b: Tensor,
+    epilogue: Epilogue = PLAIN,
     *,
-    bias: Tensor | None = None,
-    activation: str = "none",
     out_dtype: torch.dtype,
     want_preact: bool = False,
 ) -> Product:
     """Multiply ``a`` [..., M, K] by ``b`` [K, N] (or batched) with an epilogue. Arguments are checked already."""
     with _nvtx.phase("product", choice.gemm):
         if choice.gemm == "streamk":
-            return _streamk(a, b, bias, activation, out_dtype, want_preact)
-        return _library(a, b, bias, activation, out_dtype, want_preact)
+            return _streamk(a, b, epilogue, out_dtype, want_preact)
+        return _library(a, b, epilogue, out_dtype, want_preact)
 
 
 def accumulate(choice: Choice, a: Tensor, b: Tensor, acc: Tensor) -> None:
@@ -60,41 +89,92 @@ def accumulate(choice: Choice, a: Tensor, b: Tensor, acc: Tensor) -> None:
             try:
                 acc3 = acc.view(a3.shape[0], a3.shape[1], b3.shape[2])
             except RuntimeError:  # batch dimensions that no view can join
-                acc += _streamk(a, b, None, "none", accumulate_dtype(acc.dtype), False).out
+                acc += _streamk(a, b, PLAIN, accumulate_dtype(acc.dtype), False).out
                 return
             torch.ops.tpkernels.streamk_gemm(a3, b3, None, acc3, None, "none", True)
             return
-        acc += _library(a, b, None, "none", accumulate_dtype(acc.dtype), False).out
+        acc += _library(a, b, PLAIN, accumulate_dtype(acc.dtype), False).out
 
 
-def _streamk(
-    a: Tensor, b: Tensor, bias: Tensor | None, activation: str, out_dtype: torch.dtype, want_preact: bool
-) -> Product:
+def _streamk(a: Tensor, b: Tensor, e: Epilogue, out_dtype: torch.dtype, want_preact: bool) -> Product:
+    if e.gate is not None and want_preact:  # the kernel cannot store both products
+        wide, alone = accumulate_dtype(a.dtype), Epilogue(alpha=e.alpha)
+        return _finish(lambda right: _streamk(a, right, alone, wide, False).out, b, e, out_dtype, True)
     shape = output_shape(a, b)
     a3, b3 = _as_batched(a, b)
     out = a.new_empty(a3.shape[0], a3.shape[1], b3.shape[2], dtype=out_dtype)
     preact = torch.empty_like(out) if want_preact else None
-    torch.ops.tpkernels.streamk_gemm(a3, b3, bias, out, preact, activation, False)
-    return Product(out.view(shape), None if preact is None else preact.view(shape))
+    torch.ops.tpkernels.streamk_gemm(
+        a3,
+        b3,
+        e.bias,
+        out,
+        preact,
+        e.activation,
+        False,
+        gate=None if e.gate is None else _as_batched(a, e.gate)[1],
+        residual=None if e.residual is None else _readable(e.residual).reshape(out.shape),
+        alpha=e.alpha,
+    )
+    return Product(out.view(shape), [] if preact is None else [preact.view(shape)])
 
 
-def _library(
-    a: Tensor, b: Tensor, bias: Tensor | None, activation: str, out_dtype: torch.dtype, want_preact: bool
+def _readable(residual: Tensor) -> Tensor:
+    """As the kernels read it: those of CUDA know no float64."""
+    return residual.float() if residual.is_cuda and residual.dtype == torch.float64 else residual
+
+
+def _library(a: Tensor, b: Tensor, e: Epilogue, out_dtype: torch.dtype, want_preact: bool) -> Product:
+    if not want_preact and a.is_cuda and out_dtype == a.dtype and b.dim() == 2:
+        whole = _one_cublas_call(a, b, e)
+        if whole is not None:
+            return Product(whole, [])
+
+    def multiply(right: Tensor) -> Tensor:
+        product = _wide_product(a, right, out_dtype, keep_wide=not e.is_plain)
+        return product if e.alpha == 1.0 else e.alpha * product
+
+    return _finish(multiply, b, e, out_dtype, want_preact)
+
+
+def _one_cublas_call(a: Tensor, b: Tensor, e: Epilogue) -> Tensor | None:
+    """Where cuBLAS scales and adds in its own epilogue, before rounding: one tensor of ``a``'s dtype."""
+    if e.is_plain or e.gate is not None or e.activation != "none":
+        return None
+    shape = output_shape(a, b)
+    if e.bias is not None and e.residual is None:
+        return torch.addmm(e.bias, a.flatten(0, -2), b, alpha=e.alpha).view(shape)
+    if e.residual is not None and e.bias is None and e.residual.dtype == a.dtype:
+        return torch.addmm(e.residual.flatten(0, -2), a.flatten(0, -2), b, alpha=e.alpha).view(shape)
+    if e.residual is None and e.bias is None:
+        return torch.addmm(b.new_zeros(1), a.flatten(0, -2), b, beta=0, alpha=e.alpha).view(shape)
+    return None
+
+
+def _finish(
+    multiply: Callable[[Tensor], Tensor], b: Tensor, e: Epilogue, out_dtype: torch.dtype, want_preact: bool
 ) -> Product:
-    if a.is_cuda and out_dtype == a.dtype and bias is not None and activation == "none" and b.dim() == 2:
-        # cuBLASLt adds the bias in its own epilogue, before rounding.
-        wide = torch.addmm(bias, a.flatten(0, -2), b).view(output_shape(a, b))
-        bias = None
-    else:
-        wide = _wide_product(a, b, out_dtype, keep_wide=bias is not None or activation != "none")
+    """The epilogue in torch operations; ``multiply(b)`` is alpha * a @ b, in float32 (float64) if anything follows."""
+    wide = multiply(b)
+    gate = None if e.gate is None else multiply(e.gate)
     with _nvtx.phase("epilogue"):
-        if bias is not None:
-            wide = wide + bias
-        out = _activation.forward(wide, activation).to(out_dtype)
-        preact = wide.to(out_dtype) if want_preact else None
-        if preact is not None and preact.data_ptr() == out.data_ptr() and out.numel() > 0:
-            preact = preact.clone()
-        return Product(out, preact)
+        if e.bias is not None:
+            wide = wide + e.bias
+        y = _activation.forward(wide, e.activation) if gate is None else _gated(wide, gate, e.activation)
+        if e.residual is not None:
+            y = y + e.residual.to(y.dtype)
+        out = y.to(out_dtype)
+        kept = [wide] if gate is None else [wide, gate]
+        return Product(out, [_apart(x.to(out_dtype), out) for x in kept] if want_preact else [])
+
+
+def _gated(product: Tensor, gate: Tensor, activation: str) -> Tensor:
+    return _activation.forward(gate, activation) * product
+
+
+def _apart(x: Tensor, out: Tensor) -> Tensor:
+    """``x`` with memory of its own: no activation and no rounding leave one tensor."""
+    return x.clone() if x.data_ptr() == out.data_ptr() and out.numel() > 0 else x
 
 
 def _wide_product(a: Tensor, b: Tensor, out_dtype: torch.dtype, *, keep_wide: bool) -> Tensor:

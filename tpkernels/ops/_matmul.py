@@ -1,6 +1,7 @@
 """``tpkernels::matmul`` and ``tpkernels::matmul_accumulate``: the local product.
 
-``matmul`` returns ``[out]``, or ``[out, preact]`` when the pre-activation is wanted for the backward pass.
+``matmul`` returns ``[out]``, or what the backward pass wants too: ``[out, preact]``, and with a gate
+``[out, alpha a b, alpha a gate]``.
 """
 
 from __future__ import annotations
@@ -12,80 +13,157 @@ from torch import Tensor
 
 from tpkernels.errors import DeviceError, DTypeError, ShapeError
 from tpkernels.ops import _activation, _checks, _gemm, _paths
+from tpkernels.ops._collectives import accumulate_dtype
 from tpkernels.ops._registry import register
 
 
-def _validate(
-    a: Tensor, b: Tensor, bias: Tensor | None, activation: str, out_dtype: torch.dtype | None
-) -> torch.dtype:
+def _validate(a: Tensor, b: Tensor, e: _gemm.Epilogue, out_dtype: torch.dtype | None) -> torch.dtype:
     _checks.check_product("a", a, "b", b)
-    _checks.check_bias("bias", bias, b.shape[-1], "a", a)
-    _checks.check_activation(activation)
+    _checks.check_gate(e.gate, b, e.bias, a)
+    _checks.check_bias("bias", e.bias, b.shape[-1], "a", a)
+    _checks.check_addend("residual", e.residual, _gemm.output_shape(a, b), a)
+    _checks.check_activation(e.activation)
     return _checks.check_out_dtype(out_dtype, a.dtype)
 
 
 def _implementation(
     a: Tensor,
     b: Tensor,
+    gate: Tensor | None,
     bias: Tensor | None,
+    residual: Tensor | None,
+    alpha: float,
     activation: str,
     out_dtype: torch.dtype | None,
     return_preact: bool,
     path: str,
 ) -> list[Tensor]:
-    dtype = _validate(a, b, bias, activation, out_dtype)
+    epilogue = _gemm.Epilogue(gate, bias, residual, alpha, activation)
+    dtype = _validate(a, b, epilogue, out_dtype)
     request = _paths.parse(path, a.device.type, distributed=False)
     choice = _paths.choose_gemm(request, a.device.type, a.dtype)
-    product = _gemm.run(
-        choice, a, b, bias=bias, activation=activation, out_dtype=dtype, want_preact=return_preact
-    )
-    _paths.record("matmul", "none", choice.gemm, _gemm.describe(a, b), choice.why)
-    return [product.out] if product.preact is None else [product.out, product.preact]
+    product = _gemm.run(choice, a, b, epilogue, out_dtype=dtype, want_preact=return_preact)
+    detail = _gemm.describe(a, b, gated=gate is not None)
+    _paths.record("matmul", "none", choice.gemm, detail, choice.why)
+    return [product.out, *product.kept]
 
 
 def _fake(
     a: Tensor,
     b: Tensor,
+    gate: Tensor | None,
     bias: Tensor | None,
+    residual: Tensor | None,
+    alpha: float,
     activation: str,
     out_dtype: torch.dtype | None,
     return_preact: bool,
     path: str,
 ) -> list[Tensor]:
-    dtype = _validate(a, b, bias, activation, out_dtype)
+    dtype = _validate(a, b, _gemm.Epilogue(gate, bias, residual, alpha, activation), out_dtype)
     shape = _gemm.output_shape(a, b)
-    return [a.new_empty(shape, dtype=dtype) for _ in range(2 if return_preact else 1)]
+    kept = 0 if not return_preact else 1 if gate is None else 2
+    return [a.new_empty(shape, dtype=dtype) for _ in range(1 + kept)]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    a, b, bias, activation, _, return_preact, path = inputs
+    a, b, gate, bias, residual, alpha, activation, _, return_preact, path = inputs
     ctx.set_materialize_grads(False)
-    ctx.activation, ctx.path, ctx.has_bias = activation, path, bias is not None
+    ctx.alpha, ctx.activation, ctx.path, ctx.has_bias = alpha, activation, path, bias is not None
+    ctx.residual_dtype = None if residual is None else residual.dtype
     keep_bias = bias if activation != "none" and not return_preact else None
-    ctx.save_for_backward(a, b, keep_bias, output[1] if return_preact else None)
+    ctx.save_for_backward(a, b, gate, keep_bias, *output[1:])
 
 
 def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
-    a, b, bias, preact = ctx.saved_tensors
+    need_a, need_b, need_gate, need_bias, need_residual = ctx.needs_input_grad[:5]
+    grad_a = grad_b = grad_gate = grad_bias = grad_residual = None
+    if need_residual and grads[0] is not None:
+        grad_residual = grads[0].to(ctx.residual_dtype)
+    if need_a or need_b or need_gate or need_bias:
+        a, b, gate, bias, *kept = ctx.saved_tensors  # once: checkpointing allows no more
+        if gate is None:
+            grad_a, grad_b, grad_bias = _plain_grads(ctx, grads, a, b, bias, kept)
+        else:
+            grad_a, grad_b, grad_gate = _gated_grads(ctx, grads, a, b, gate, kept)
+    return grad_a, grad_b, grad_gate, grad_bias, grad_residual, None, None, None, None, None
+
+
+_Three = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+def _plain_grads(
+    ctx: Any, grads: list[Tensor | None], a: Tensor, b: Tensor, bias: Tensor | None, kept: list[Tensor]
+) -> _Three:
+    """Gradients of a, b and bias without a gate."""
     grad = preact_grad(
         grads[0],
-        grads[1] if len(grads) > 1 else None,
+        grads[1] if kept else None,
         ctx.activation,
-        lambda: preact if preact is not None else product(a, b, bias, path=ctx.path),
+        lambda: kept[0] if kept else product(a, b, bias, ctx.path, alpha=ctx.alpha),
     )
     if grad is None:
-        return (None,) * 7
+        return None, None, None
     grad = grad.to(a.dtype)
-    need_a, need_b = ctx.needs_input_grad[:2]
-    grad_a = reduce_to(product(grad, b.mT, path=ctx.path), a.shape) if need_a else None
-    grad_b = weight_grad(a, grad, b.shape, ctx.path) if need_b else None
-    grad_bias = sum_rows(grad) if ctx.has_bias and ctx.needs_input_grad[2] else None
-    return grad_a, grad_b, grad_bias, None, None, None, None
+    need_a, need_b, _, need_bias = ctx.needs_input_grad[:4]
+    grad_a = reduce_to(product(grad, b.mT, path=ctx.path, alpha=ctx.alpha), a.shape) if need_a else None
+    grad_b = weight_grad(a, grad, b.shape, ctx.path, ctx.alpha) if need_b else None
+    return grad_a, grad_b, sum_rows(grad) if ctx.has_bias and need_bias else None
 
 
-def product(a: Tensor, b: Tensor, bias: Tensor | None = None, path: str = "auto") -> Tensor:
+def _gated_grads(
+    ctx: Any, grads: list[Tensor | None], a: Tensor, b: Tensor, gate: Tensor, kept: list[Tensor]
+) -> _Three:
+    """Gradients of a, b and gate of ``activation(alpha a gate) * (alpha a b)``."""
+    need_a, need_b, need_gate = ctx.needs_input_grad[:3]
+    d_up, d_gate = _half_grads(ctx, grads, a, b, gate, kept)
+    if d_up is None or d_gate is None:
+        return None, None, None
+    grad_a = None
+    if need_a:  # two products, the sum rounded once
+        wide = accumulate_dtype(a.dtype)
+        first = product(d_up, b.mT, path=ctx.path, alpha=ctx.alpha, out_dtype=wide)
+        both = product(d_gate, gate.mT, path=ctx.path, alpha=ctx.alpha, residual=first)
+        grad_a = reduce_to(both, a.shape)
+    grad_b = weight_grad(a, d_up, b.shape, ctx.path, ctx.alpha) if need_b else None
+    grad_gate = weight_grad(a, d_gate, gate.shape, ctx.path, ctx.alpha) if need_gate else None
+    return grad_a, grad_b, grad_gate
+
+
+def _half_grads(
+    ctx: Any, grads: list[Tensor | None], a: Tensor, b: Tensor, gate: Tensor, kept: list[Tensor]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients at ``alpha a b`` and ``alpha a gate`` in the operands' dtype, or None twice if there are none."""
+    extra_up, extra_gate = grads[1:3] if kept else (None, None)
+    if grads[0] is None and extra_up is None and extra_gate is None:
+        return None, None
+    up, gated = kept or [product(a, w, path=ctx.path, alpha=ctx.alpha) for w in (b, gate)]
+    wide = accumulate_dtype(up.dtype)
+    if grads[0] is None:
+        d_up, d_gate = torch.zeros_like(up, dtype=wide), torch.zeros_like(gated, dtype=wide)
+    else:
+        grad, up, gated = grads[0].to(wide), up.to(wide), gated.to(wide)
+        d_up = grad * _activation.forward(gated, ctx.activation)
+        d_gate = _activation.backward(grad * up, gated, ctx.activation)
+    d_up = d_up if extra_up is None else d_up + extra_up
+    d_gate = d_gate if extra_gate is None else d_gate + extra_gate
+    return d_up.to(a.dtype), d_gate.to(a.dtype)
+
+
+def product(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None = None,
+    path: str = "auto",
+    *,
+    residual: Tensor | None = None,
+    alpha: float = 1.0,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
     """The local product as an op, for use in backward formulas."""
-    out: list[Tensor] = torch.ops.tpkernels.matmul(a, b, bias, "none", None, False, path)
+    out: list[Tensor] = torch.ops.tpkernels.matmul(
+        a, b, None, bias, residual, alpha, "none", out_dtype, False, path
+    )
     return out[0]
 
 
@@ -104,11 +182,11 @@ def preact_grad(
     return grad_preact if grad is None else grad + grad_preact
 
 
-def weight_grad(a: Tensor, grad: Tensor, shape: torch.Size, path: str) -> Tensor:
-    """``a^T @ grad`` summed over rows; for a batched weight, over the dimensions it was broadcast in."""
+def weight_grad(a: Tensor, grad: Tensor, shape: torch.Size, path: str, alpha: float = 1.0) -> Tensor:
+    """``alpha a^T @ grad`` summed over rows; for a batched weight, over the dimensions it was broadcast in."""
     if len(shape) == 2:
-        return product(a.flatten(0, -2).t(), grad.flatten(0, -2), path=path)
-    return reduce_to(product(a.mT, grad, path=path), shape)
+        return product(a.flatten(0, -2).t(), grad.flatten(0, -2), path=path, alpha=alpha)
+    return reduce_to(product(a.mT, grad, path=path, alpha=alpha), shape)
 
 
 def reduce_to(grad: Tensor, shape: torch.Size) -> Tensor:

@@ -27,12 +27,18 @@ TILES = {
 
 
 class Product(NamedTuple):
-    """``batch`` products of [m, k] and [k, n]."""
+    """``batch`` products of [m, k] and [k, n].
+
+    gated: a gate [k, n] beside the right factor, in one call of Stream-K. finishes: bias, residual, activation, a
+    stored pre-activation, or sums into the output follow (so they do where it is gated).
+    """
 
     batch: int
     m: int
     n: int
     k: int
+    gated: bool = False
+    finishes: bool = False
 
 
 class Machine(NamedTuple):
@@ -80,8 +86,9 @@ def machine_of(device: str, index: torch.device | None = None) -> Machine:
 
 def plan(product: Product, machine: Machine, schedule: str = "auto", tile: str = "") -> dict[str, Any]:
     """The cheapest plan with that schedule and tile; "auto" and "" leave them open."""
+    size, (gated, finishes) = product[:4], product[4:]
     kind, numbers, predicted = torch.ops.tpkernels.streamk_plan(
-        *product, machine.architecture, schedule, 0, 1, machine.multiprocessors, tile
+        *size, machine.architecture, schedule, 0, 1, machine.multiprocessors, tile, gated, finishes
     )
     bm, bn, bk, tiles, k_iters, workers, splits, partial_tiles, cluster_m, cluster_n = numbers
     return {
@@ -103,10 +110,17 @@ def tile_name(one: dict[str, Any], machine: Machine) -> str:
     return f"{tile}/{cluster}" if machine.architecture == "sm90" else tile
 
 
+def tiles_of(machine: Machine, gated: bool) -> list[str]:
+    """Tiles that a product can take: the Hopper kernel halves the columns of a gated one, in multiples of 64."""
+    names = TILES[machine.architecture]
+    halves = gated and machine.architecture == "sm90"
+    return [name for name in names if not halves or int(name.split("x")[1]) % 128 == 0]
+
+
 def candidates(product: Product, machine: Machine) -> list[dict[str, Any]]:
     """The best plan of every tile, cheapest first: the first is what the kernel takes."""
     chosen = plan(product, machine)
-    others = [plan(product, machine, tile=tile) for tile in TILES[machine.architecture]]
+    others = [plan(product, machine, tile=tile) for tile in tiles_of(machine, product.gated)]
     return [chosen] + sorted((p for p in others if p != chosen), key=lambda p: float(p["predicted_us"]))
 
 
@@ -126,11 +140,12 @@ def why(product: Product, machine: Machine, chosen: dict[str, Any]) -> str:
 
 
 def estimate_us(product: Product, multiprocessors: int = 0, rates: CublasEstimate = CUBLAS_H100) -> float:
-    """Rough time of torch.mm in bfloat16 on an H100: arithmetic or memory, whichever is longer."""
-    batch, m, n, k = product
+    """Rough time of torch.mm in bfloat16 on an H100: arithmetic or memory, whichever is longer; twice for a gate."""
+    batch, m, n, k = product[:4]
     share = (multiprocessors or 132) / 132
     flops, moved = 2.0 * batch * m * n * k, 2.0 * batch * (m * k + k * n + m * n)
-    return rates.launch_us + max(flops / (rates.flops_per_us * share), moved / rates.bytes_per_us)
+    once = rates.launch_us + max(flops / (rates.flops_per_us * share), moved / rates.bytes_per_us)
+    return 2 * once if product.gated else once
 
 
 def prefers_streamk(

@@ -57,8 +57,7 @@ def run_products(
             plan.choice,
             a,
             b,
-            bias=bias,
-            activation=activation,
+            _gemm.Epilogue(bias=bias, activation=activation),
             out_dtype=plan.out_dtype,
             want_preact=want_preact,
         )
@@ -67,7 +66,7 @@ def run_products(
     detail = ", ".join(_gemm.describe(a, b) for b in bs)
     transport = plan.transport if plan.group.world > 1 else "none"
     _paths.record(op, transport, plan.choice.gemm, detail, plan.choice.why)
-    return [p.out for p in products] + [p.preact for p in products if p.preact is not None]
+    return [p.out for p in products] + [kept for p in products for kept in p.kept]
 
 
 def preact_grads(

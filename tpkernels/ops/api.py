@@ -8,7 +8,8 @@ Semantics shared by all of them:
 - A replicated argument (equal on every rank) gets its complete gradient, equal on every rank; a sharded one
   gets its shard's gradient.
 - Shards may be unequal: ``shard_sizes`` gives the rows of every rank, 0 allowed, the same list on every rank.
-- Under ``torch.autocast`` operands, biases and residuals are cast to its dtype, as in ``F.linear``.
+- Under ``torch.autocast`` operands, biases and residuals are cast to its dtype, as in ``F.linear``. The residual
+  of ``matmul`` stays what it is: it may have any dtype.
 - Arrays of other libraries are taken through DLPack, without a copy; results are torch tensors.
 - ``path`` forces an implementation (see :mod:`tpkernels.ops._paths`); ``"auto"`` may be overridden by the
   environment variable ``TPK_PATH``. ``tpkernels.last_path()`` tells what ran.
@@ -37,45 +38,65 @@ def matmul(
     a: Tensor,
     b: Tensor,
     *,
+    gate: Tensor | None = None,
     bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    alpha: float = 1.0,
     activation: str | None = None,
     out_dtype: torch.dtype | None = None,
     accumulate_into: Tensor | None = None,
     save_preact: bool = True,
     path: str = "auto",
 ) -> Tensor:
-    """``activation(a @ b + bias)``, or ``accumulate_into += a @ b``.
+    """``activation(alpha * a @ b + bias) + residual``, or with a gate
+    ``activation(alpha * a @ gate) * (alpha * a @ b) + residual``, or ``accumulate_into += a @ b``.
+
+    All that follows a product is computed in float32 (float64 for float64 operands) and rounded once::
+
+        h = tpk.matmul(x, w_up.t(), gate=w_gate.t(), activation="silu")  # SwiGLU
+        y = tpk.matmul(h, w_down.t(), residual=x)
 
     Args:
         a: [..., M, K].
         b: [K, N], or [..., K, N] whose batch dimensions broadcast with those of ``a``.
-        bias: [N], dtype of ``a``; added once, before rounding.
+        gate: shape and dtype of ``b``. The activation applies to its product alone. Takes no bias.
+        bias: [N], dtype of ``a``; added once.
+        residual: shape of the result, any floating dtype, any strides; added behind the activation.
+        alpha: factor of each product, a number without a gradient.
         activation: None, "relu", "silu", "gelu" (erf) or "gelu_tanh".
         out_dtype: dtype of the result; default that of ``a``.
         accumulate_into: tensor of the product's shape, any floating dtype (float32 for weight gradients),
             sharing no memory with ``a`` or ``b``; the product is added to it in place and it is returned. Takes
-            neither bias nor activation nor out_dtype, and has no gradient.
-        save_preact: keep the pre-activation for the backward pass (default), or compute it again there.
+            none of gate, bias, residual, alpha, activation and out_dtype, and has no gradient.
+        save_preact: keep for the backward pass what it needs of the products (default), or compute it again there:
+            the pre-activation, if there is an activation; with a gate always both products, which are two of
+            the result's size. Where they are kept, path "streamk" computes the two apart, as its kernel cannot
+            store them; without gradients, or with False, it computes a gated product in one call.
         path: "auto", "streamk", "cublas" (CUDA) or "blas" (CPU).
 
     Returns:
-        [..., M, N].
+        [..., M, N]. Gradients for a, b, gate, bias and residual, which can be differentiated again.
     """
     a, b = tensor("a", a), tensor("b", b)
-    bias = None if bias is None else tensor("bias", bias)
+    gate, bias, residual = (
+        None if x is None else tensor(name, x)
+        for name, x in (("gate", gate), ("bias", bias), ("residual", residual))
+    )
     _check_options(path, activation, out_dtype)
+    _check_alpha(alpha)
     if accumulate_into is not None:
-        if bias is not None or activation is not None or out_dtype is not None:
+        rest = (gate, bias, residual, activation, out_dtype)
+        if alpha != 1 or any(option is not None for option in rest):
             raise ArgumentError(
-                "accumulate_into: it cannot be combined with bias, activation or out_dtype, which would be applied "
-                "to a part of the sum; apply them to the result."
+                "accumulate_into: it cannot be combined with gate, bias, residual, alpha, activation or out_dtype, "
+                "which would be applied to a part of the sum; apply them to the result."
             )
         _ops.matmul_accumulate(a.detach(), b.detach(), tensor("accumulate_into", accumulate_into), path)
         return accumulate_into
     name = activation or "none"
-    a, b, bias = _autocast(a, b, bias)
-    keep = _keep_preact(name, save_preact, a, b, bias)
-    out: list[Tensor] = _ops.matmul(a, b, bias, name, out_dtype, keep, path)
+    a, b, gate, bias = _autocast(a, b, gate, bias)
+    keep = keeps_preact(name, save_preact, a, b, gate, bias, gated=gate is not None)
+    out: list[Tensor] = _ops.matmul(a, b, gate, bias, residual, float(alpha), name, out_dtype, keep, path)
     return out[0]
 
 
@@ -125,7 +146,7 @@ def all_gather_matmul(
     name = activation or "none"
     a_shard, *cast = _autocast(a_shard, *bs, *bias_list)
     bs, bias_list = cast[: len(bs)], cast[len(bs) :]
-    keep_preact = _keep_preact(name, save_preact, a_shard, *bs, *bias_list)
+    keep_preact = keeps_preact(name, save_preact, a_shard, *bs, *bias_list)
     save = keep_gathered and torch.is_grad_enabled() and any(w.requires_grad for w in bs)
     out: list[Tensor] = _ops.all_gather_matmul(
         a_shard,
@@ -175,7 +196,7 @@ def matmul_replicated(
     name = activation or "none"
     a, *cast = _autocast(a, *bs, *bias_list)
     bs, bias_list = cast[: len(bs)], cast[len(bs) :]
-    keep = _keep_preact(name, save_preact, a, *bs, *bias_list)
+    keep = keeps_preact(name, save_preact, a, *bs, *bias_list)
     out: list[Tensor] = _ops.matmul_replicated(
         a, bs, bias_list, bias_of, name, group_name, out_dtype, keep, path
     )
@@ -249,10 +270,18 @@ def matmul_all_reduce(
     return out
 
 
-def _keep_preact(activation: str, save_preact: bool, *tensors: Tensor | None) -> bool:
-    if activation == "none" or not save_preact or not torch.is_grad_enabled():
+def keeps_preact(activation: str, save_preact: bool, *tensors: Tensor | None, gated: bool = False) -> bool:
+    """Whether a call with these differentiable arguments stores what its backward pass needs of the products."""
+    if (activation == "none" and not gated) or not save_preact or not torch.is_grad_enabled():
         return False
     return any(t is not None and t.requires_grad for t in tensors)
+
+
+def _check_alpha(alpha: object) -> None:
+    if isinstance(alpha, bool) or not isinstance(alpha, (int, float, torch.SymInt, torch.SymFloat)):
+        raise DTypeError(
+            f"alpha: expected a number, got {alpha!r}; it has no gradient, multiply the result instead."
+        )
 
 
 def _lists(

@@ -29,7 +29,9 @@ class Explanation:
         wire_bytes: bytes that this rank receives from others in the forward pass.
         plan: how the Stream-K kernel would cut this product (schedule, tile of a CTA, cluster, workers, splits,
             predicted time), whether or not the path uses it; None where no such kernel takes this dtype. A cluster
-            counts as one tile and one worker.
+            counts as one tile and one worker. With a gate the Hopper kernel gives half of a tile's columns to it, the
+            others make two products of this plan; predicted for both. Where gradients make a gated ``matmul``
+            compute its products apart (see ``save_preact``), it is the plan of one.
         plan_why: why that plan cuts tiles, or does not.
         candidates: predicted times of the best plans of other tiles, and of cuBLAS where there is an estimate, cheapest
             first: (microseconds, what).
@@ -107,10 +109,11 @@ def explain(op: str, a: Any, b: Any, group: _groups.GroupLike = None, **options:
         _paths.check_transport(request, transport, members.name)
         name = f"{transport}+{choice.gemm}"
         wire = _wire_bytes(op, operand, out, members, options)
-    described = _gemm.describe(whole, weight)
+    described = _gemm.describe(whole, weight, gated=options.get("gate") is not None)
     if operand.dtype not in _paths.STREAMK_DTYPES.get(device, ()):
         return Explanation(op, name, described, choice.why, wire)
-    product, machine = _product(whole, weight), _plans.machine_of(device, operand.device)
+    product = _product(whole, weight, _follows(op, operand, weight, options))
+    machine = _plans.machine_of(device, operand.device)
     plans = _plans.candidates(product, machine)
     plan_why = _plans.why(product, machine, plans[0])
     return Explanation(
@@ -159,10 +162,28 @@ def _wire_bytes(op: str, a: Tensor, out: Tensor, members: _groups.Group, options
     return others * (rows[members.rank] + max(rows)) * row_bytes
 
 
-def _product(whole: Tensor, weight: Tensor) -> _plans.Product:
-    batch = math.prod(whole.shape[:-2]) if weight.dim() > 2 else 1
-    m = whole.shape[-2] if weight.dim() > 2 else math.prod(whole.shape[:-1])
-    return _plans.Product(batch, m, weight.shape[-1], weight.shape[-2])
+def _product(whole: Tensor, weight: Tensor, follows: tuple[bool, bool]) -> _plans.Product:
+    *batch, m, n = _gemm.output_shape(whole, weight)
+    if weight.dim() == 2:  # all rows are one matrix
+        batch, m = [], math.prod([*batch, m])
+    return _plans.Product(math.prod(batch), m, n, weight.shape[-2], *follows)
+
+
+def _follows(op: str, operand: Tensor, weight: Tensor, options: dict[str, Any]) -> tuple[bool, bool]:
+    """Whether this rank's (first) product is gated in one call, and whether more than rounding follows it."""
+    if op in ("matmul_reduce_scatter", "matmul_all_reduce"):  # all follows the sum over the ranks
+        return False, False
+    activation = options.get("activation") or "none"
+    if op != "matmul":
+        biases = options.get("biases")
+        first = biases[0] if isinstance(biases, (list, tuple)) else biases
+        return False, first is not None or activation != "none"
+    given = {name: options.get(name) for name in ("gate", "bias", "residual", "accumulate_into")}
+    if given["gate"] is None:
+        return False, activation != "none" or any(x is not None for x in given.values())
+    factors = (x for x in (operand, weight, given["gate"]) if isinstance(x, Tensor))
+    apart = api.keeps_preact(activation, options.get("save_preact", True), *factors, gated=True)
+    return not apart, not apart
 
 
 def _listed(
@@ -173,5 +194,6 @@ def _listed(
         cuts = f"{p['schedule']}, {p['partial_tiles']} partial tiles" if p["partial_tiles"] else p["schedule"]
         listed.append((float(p["predicted_us"]), f"{_plans.tile_name(p, machine)} {cuts}"))
     if machine.architecture == "sm90":
-        listed.append((_plans.estimate_us(product, machine.multiprocessors), "cuBLAS, a rough estimate"))
+        calls = "cuBLAS, two products" if product.gated else "cuBLAS"
+        listed.append((_plans.estimate_us(product, machine.multiprocessors), f"{calls}, a rough estimate"))
     return tuple(sorted(listed, key=lambda one: one[0]))

@@ -66,3 +66,11 @@ def round_to(x: Any, dtype: str | None) -> Array:
 def flatten_rows(x: Array) -> Array:
     """[..., K] -> [rows, K] (K may be 0, so the row count is computed and not left to reshape)."""
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def sum_to(x: Array, shape: tuple[int, ...]) -> Array:
+    """Undo broadcasting: x summed over the dimensions that it has in front of ``shape``, or in which it is larger."""
+    front = x.ndim - len(shape)
+    larger = [front + d for d, n in enumerate(shape) if n != x.shape[front + d]]
+    axes = (*range(front), *larger)
+    return x.sum(axis=axes, keepdims=True).reshape(shape) if axes else x

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from tpkernels.reference._array import Array, as_f64, flatten_rows, round_to
+from tpkernels.reference._array import Array, as_f64, flatten_rows, round_to, sum_to
 from tpkernels.reference.activations import activation as apply_activation
 from tpkernels.reference.activations import activation_backward
 from tpkernels.reference.collectives import all_gather, sizes_along, split, sum_ranks
@@ -26,6 +26,7 @@ class ProductGrads(NamedTuple):
     b: Any
     bias: Any
     residual: Any
+    gate: Any = None
 
 
 def matmul(
@@ -35,17 +36,27 @@ def matmul(
     activation: str | None = None,
     residual: Array | None = None,
     *,
+    gate: Array | None = None,
+    alpha: float = 1.0,
     rounding: str | None = None,
     return_preact: bool = False,
 ) -> Any:
-    """activation(a @ b + bias) + residual: a [..., K], b [K, N], bias [N], residual [..., N] -> [..., N].
+    """activation(alpha * a @ b + bias) + residual: a [..., K], b [K, N], bias [N], residual [..., N] -> [..., N].
 
-    With ``return_preact`` also a @ b + bias, as (out, preact).
+    With a gate (shape of b, no bias): activation(alpha * a @ gate) * (alpha * a @ b) + residual. b and gate may have
+    batch dimensions that broadcast with those of a [..., M, K].
+
+    With ``return_preact`` also alpha * a @ b + bias, as (out, preact).
     """
-    preact = as_f64(a) @ as_f64(b)
+    if gate is not None and bias is not None:
+        raise ValueError("bias must be None where there is a gate")
+    preact = alpha * (as_f64(a) @ as_f64(b))
     if bias is not None:
         preact = preact + as_f64(bias)
-    out = apply_activation(preact, activation)
+    if gate is None:
+        out = apply_activation(preact, activation)
+    else:
+        out = apply_activation(alpha * (as_f64(a) @ as_f64(gate)), activation) * preact
     if residual is not None:
         out = out + as_f64(residual)
     out = round_to(out, rounding)
@@ -59,23 +70,40 @@ def matmul_backward(
     bias: Array | None = None,
     activation: str | None = None,
     residual: Array | None = None,
+    *,
+    gate: Array | None = None,
+    alpha: float = 1.0,
 ) -> ProductGrads:
     """Gradients of :func:`matmul` for dy [..., N].
 
-    dz = dy * f'(a @ b + bias),  da = dz @ b.T,  db = a.T @ dz over all rows,  dbias = rows of dz summed,
-    dresidual = dy.
+    dz = dy * f'(alpha * a @ b + bias),  da = alpha * dz @ b.T,  db = alpha * a.T @ dz over all rows,  dbias = rows of
+    dz summed,  dresidual = dy. With a gate, g = alpha * a @ gate:  dz = dy * f(g),  dg = dy * (alpha * a @ b) * f'(g),
+    da also + alpha * dg @ gate.T,  dgate = alpha * a.T @ dg.
     """
     a, b, dy = as_f64(a), as_f64(b), as_f64(dy)
-    dz = dy
-    if activation is not None and activation != "none":
-        dz = activation_backward(dy, matmul(a, b, bias), activation)
-    rows = flatten_rows(dz)
+    dz, dg, da_gate = dy, None, 0.0
+    if gate is not None:
+        gate = as_f64(gate)
+        gated = matmul(a, gate, alpha=alpha)
+        dz = dy * apply_activation(gated, activation)
+        dg = activation_backward(dy * matmul(a, b, alpha=alpha), gated, activation)
+        da_gate = dg @ gate.swapaxes(-1, -2)
+    elif activation is not None and activation != "none":
+        dz = activation_backward(dy, matmul(a, b, bias, alpha=alpha), activation)
     return ProductGrads(
-        a=dz @ b.T,
-        b=flatten_rows(a).T @ rows,
-        bias=None if bias is None else rows.sum(axis=0),
+        a=alpha * sum_to(dz @ b.swapaxes(-1, -2) + da_gate, a.shape),
+        b=alpha * _weight_grad(a, dz, b.shape),
+        bias=None if bias is None else flatten_rows(dz).sum(axis=0),
         residual=None if residual is None else dy,
+        gate=None if dg is None else alpha * _weight_grad(a, dg, b.shape),
     )
+
+
+def _weight_grad(a: Array, dz: Array, shape: tuple[int, ...]) -> Array:
+    """a.T @ dz over all rows, or, for a weight with batch dimensions, over those that it was broadcast in."""
+    if len(shape) == 2:
+        return flatten_rows(a).T @ flatten_rows(dz)
+    return sum_to(a.swapaxes(-1, -2) @ dz, shape)
 
 
 def _listed(value: Any) -> list[Any]:
