@@ -85,6 +85,10 @@ class Schedule:
         """Partial tiles (and fix-up flags) to allocate."""
 
     @property
+    def divided_shares(self) -> int:
+        """Shares of every split tile, if all of its workers finish it together (one run of one tile each); else 0."""
+
+    @property
     def pieces(self) -> list[Piece]: ...
     def segments(self, worker: int, limit: int = -1) -> list[Segment]:
         """Segments of one worker in time order; the first ``limit`` of them if it is not negative."""
@@ -300,6 +304,7 @@ def hopper_plans(
     tile: str = "",
     gated: bool = False,
     finishes: bool = False,
+    outer_major: bool = False,
     multiprocessors: int = 132,
 ) -> list[HopperPlan]:
     """The best plan of every tile and cluster that ``tile`` allows ("": all), cheapest first.
@@ -318,6 +323,7 @@ def hopper_predict_us(
     *,
     plan: HopperPlan,
     finishes: bool = False,
+    outer_major: bool = False,
     multiprocessors: int = 132,
     cost: dict[str, float],
 ) -> float:

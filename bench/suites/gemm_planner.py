@@ -27,7 +27,7 @@ _SPLITS = {"split_k": (2, 3, 4, 6, 8, 12, 16, 32), "hybrid_aligned": (1, 2, 3, 4
 _CLUSTERS = ("2x1", "1x2", "1x1")
 _HOPPER = tuple(
     f"{tile}/{cluster}"
-    for tile in ("128x256x64", "256x128x64", "256x192x64", "128x192x64", "128x128x64")
+    for tile in ("128x256x64", "256x128x64", "256x192x64", "128x192x64", "128x128x64", "192x192x64")
     for cluster in _CLUSTERS
 )
 

@@ -39,7 +39,7 @@ void check_plans(const Problem& p, const std::string& schedule, int64_t splits, 
                  bool gated) {
   const std::string context = schedule + " m, n, k " + std::to_string(p.m) + " " + std::to_string(p.n) + " " +
                               std::to_string(p.k) + " on " + std::to_string(multiprocessors);
-  const auto plans = candidates(p, schedule, 0, splits, "", gated, false, full_residency(multiprocessors));
+  const auto plans = candidates(p, schedule, 0, splits, "", {gated}, full_residency(multiprocessors));
   double before = 0;
   for (const GemmPlan& plan : plans) {
     ++cases;
@@ -53,8 +53,7 @@ void check_plans(const Problem& p, const std::string& schedule, int64_t splits, 
     const TileShape whole = cluster_tile(plan.tile, plan.cluster);
     TPK_CHECK(plan.plan.tile.bm == whole.bm && plan.plan.tile.bn == (gated ? whole.bn / 2 : whole.bn), here);
     check_slots(plan, p.k, here);
-    const GemmPlan named =
-        plan_gemm(p, schedule, 0, splits, full, gated, false, full_residency(multiprocessors));
+    const GemmPlan named = plan_gemm(p, schedule, 0, splits, full, {gated}, full_residency(multiprocessors));
     TPK_CHECK(name(named.tile, named.cluster) == full, here);
     TPK_CHECK(named.plan.predicted_us == plan.plan.predicted_us, here);
   }

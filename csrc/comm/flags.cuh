@@ -60,6 +60,34 @@ __device__ __forceinline__ u32 take_ticket(u32* counter) {
   return v;
 }
 
+// Adds v atomically and returns what was there. Ordered both ways: as add_release before, as load_acquire
+// after.
+__device__ __forceinline__ u32 add_acq_rel(u32* counter, u32 v) {
+  u32 before;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
+               : "=r"(before)
+               : "l"(counter), "r"(v)
+               : "memory");
+  return before;
+}
+
+// Sets bits atomically, with the ordering of add_acq_rel, and returns those that were set.
+__device__ __forceinline__ u64 set_bits(u64* word, u64 bits) {
+  u64 before;
+  asm volatile("atom.acq_rel.gpu.global.or.b64 %0, [%1], %2;"
+               : "=l"(before)
+               : "l"(word), "l"(bits)
+               : "memory");
+  return before;
+}
+
+// Loads a word that others write, and orders nothing (relaxed).
+__device__ __forceinline__ u32 load_relaxed(const u32* word) {
+  u32 v;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(word) : "memory");
+  return v;
+}
+
 // True when epoch seen is expected or later.
 __host__ __device__ __forceinline__ bool epoch_reached(u32 seen, u32 expected) {
   return static_cast<int>(seen - expected) >= 0;
@@ -95,6 +123,22 @@ __device__ __forceinline__ bool wait_epoch(const u32* flag, u32 expected, u64 ti
   }
   if (seen != nullptr) *seen = v;
   return reached;
+}
+
+// Waits (bounded, as wait_epoch, GPU scope) until all of `bits` are set in the word; *seen: the last value
+// read.
+__device__ __forceinline__ bool wait_bits(const u64* word, u64 bits, u64 timeout_ns, u64* seen) {
+  u64 start = 0;
+  bool late = false;
+  while (true) {
+    asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(*seen) : "l"(word) : "memory");
+    if ((*seen & bits) == bits) return true;
+    if (late) return false;
+    const u64 now = now_ns();
+    if (start == 0) start = now;
+    late = now - start >= timeout_ns;  // then one more look
+    __nanosleep(20);
+  }
 }
 
 }  // namespace tpk::comm

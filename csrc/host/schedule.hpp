@@ -93,35 +93,51 @@ TPK_HD int64_t share_begin(const Schedule& s, const Piece& p, int64_t i) {
   return snap_cut(i * each.quotient + extra - min64(i, p.handicapped) * p.handicap, s.k_iters, s.min_iters);
 }
 
-// Walks the segments of one worker in time order.
+// Shares of every split tile, where all of its workers may finish it together: one streamed piece, the last,
+// in which each worker has one run of one tile. 0 elsewhere.
+constexpr int64_t kMostShares = 32;
+inline int64_t divided_shares(const Schedule& s) {
+  for (int64_t i = 0; i < s.num_pieces; ++i) {
+    const Piece& p = s.pieces[i];
+    if (p.kind != PieceKind::kStreamed) continue;
+    const bool whole = p.granules > 1 && p.granules <= kMostShares && p.workers == p.num_tiles * p.granules;
+    return whole && i == s.num_pieces - 1 && p.first_worker == 0 ? p.granules : 0;
+  }
+  return 0;
+}
+
+// Walks the segments of one worker in time order. Divisions are long where they are inlined, so there are few
+// places that call share_begin.
 class SegmentCursor {
  public:
-  TPK_HD SegmentCursor(const Schedule& s, int64_t worker) : s_(s), worker_(worker) { enter(); }
+  TPK_HD SegmentCursor(const Schedule& s, int64_t worker) : s_(s), worker_(worker) {}
 
   // The next segment, or false when the worker is done.
   TPK_HD bool next(Segment* out) {
     while (piece_ < s_.num_pieces) {
       const Piece& p = s_.pieces[piece_];
+      if (!is_inside_) enter(p);
       if (p.kind == PieceKind::kWaves ? next_wave(p, out) : next_streamed(p, out)) return true;
       if (p.kind == PieceKind::kStreamed) slot_base_ += p.workers;
       ++piece_;
-      enter();
+      is_inside_ = false;
     }
     return false;
   }
 
  private:
-  TPK_HD void enter() {
-    if (piece_ >= s_.num_pieces) return;
-    const Piece& p = s_.pieces[piece_];
+  TPK_HD void enter(const Piece& p) {
+    is_inside_ = true;
     share_ = worker_ - p.first_worker;
+    begin_ = end_ = 0;
     if (p.kind == PieceKind::kWaves) {
       begin_ = worker_;
-    } else if (share_ < 0 || share_ >= p.workers) {
-      begin_ = end_ = 0;
-    } else {
-      begin_ = share_begin(s_, p, share_);
-      end_ = share_begin(s_, p, share_ + 1);
+    } else if (share_ >= 0 && share_ < p.workers) {
+      TPK_ONE_COPY
+      for (int64_t i = 0; i < 2; ++i) {
+        begin_ = end_;
+        end_ = share_begin(s_, p, share_ + i);
+      }
     }
   }
 
@@ -154,6 +170,7 @@ class SegmentCursor {
   const Schedule& s_;
   int64_t worker_;
   int64_t piece_ = 0;
+  bool is_inside_ = false;  // of the piece
   int64_t slot_base_ = 0;
   int64_t share_ = 0;
   int64_t begin_ = 0;  // waves: next tile of the piece; streamed: the share's first iteration

@@ -148,13 +148,8 @@ class ScheduleBuilder {
     push(p);
   }
 
-  // How many of count tiles to cut at few depths: the remainder. Where it is so small that each of its tiles
-  // would be shared by many workers, whose partials the finisher adds one after another, a wave more.
-  int64_t aligned_tiles(int64_t count) const {
-    constexpr int64_t kMostShares = 4;
-    const int64_t rest = count % s_.workers;
-    return rest * kMostShares < s_.workers && rest > 0 && count > s_.workers ? rest + s_.workers : rest;
-  }
+  // How many of count tiles to cut at few depths: the remainder.
+  int64_t aligned_tiles(int64_t count) const { return count % s_.workers; }
 
   // Tiles cut at multiples of K / granules, as many shares as there are workers or granules. Whole tiles if
   // that takes no longer.
@@ -185,6 +180,8 @@ class ScheduleBuilder {
     p.kind = PieceKind::kStreamed;
     p.num_tiles = count;
     p.workers = count * splits;
+    constexpr int64_t kMost = int64_t{1} << 62;  // see aligned(); beyond it the even cuts of granules 0 do
+    if (splits <= kMost / s_.k_iters && p.workers <= kMost / p.workers) p.granules = splits;
     s_.workers = p.workers;
     push(p);
   }
@@ -203,17 +200,16 @@ class ScheduleBuilder {
   }
 
  private:
-  // The granules with which the longest share is shortest; fewer among equals. More than kMost cut it little
-  // finer.
+  // Up to a tile for two workers: as many shares of every tile as there are workers for, so that the workers of
+  // a tile can finish it together (divided_shares). Else the granules with which the longest share is shortest;
+  // fewer among equals. More than kMost cut it little finer.
   int64_t best_granules(int64_t count) const {
     constexpr int64_t kMost = 12;
     const int64_t g = s_.workers;
-    int64_t most = count < g ? max64(kMost, g / count) : kMost;
-    most = min64(most, s_.k_iters / s_.min_iters);
-    // Up to a granule a worker every share is one granule: the most are best. Workers may be a billion.
-    if (count * most <= g) return max64(1, most);
+    const int64_t shortest = s_.k_iters / s_.min_iters;
+    if (count <= g / 2) return max64(1, min64(min64(g / count, kMostShares), shortest));
     int64_t best = 1;
-    for (int64_t n = 2; n <= most; ++n) {
+    for (int64_t n = 2; n <= min64(kMost, shortest); ++n) {
       // ceil(count * n / g) / n, the longest share in tiles.
       if (ceil_div(count * n, g) * best < ceil_div(count * best, g) * n) best = n;
     }

@@ -69,11 +69,11 @@ STABLE_TORCH_LIBRARY(tpkernels, m) {
   // tiles, k_iters, workers, splits, partial tiles, cluster m, cluster n], predicted us). bm and bn are of a
   // CTA; tiles, workers and partial tiles count clusters. gated: there is a gate, for which the Hopper kernel
   // takes half of the columns of each tile, and the others a second product with the same plan. finishes:
-  // there is a bias, residual, preact or activation, or the output is added to; the Hopper kernel alone
-  // counts the time that this takes.
+  // there is a bias, residual, preact or activation, or an output of 2 bytes is added to; outer_major: K is
+  // contiguous in neither operand. The Hopper kernel alone counts the time that these take.
   m.def(
       "streamk_plan(int batch, int m, int n, int k, str device, str schedule='auto', int workers=0, "
-      "int splits=1, int multiprocessors=0, str tile='', bool gated=False, bool finishes=False) "
-      "-> (str, int[], float)");
+      "int splits=1, int multiprocessors=0, str tile='', bool gated=False, bool finishes=False, "
+      "bool outer_major=False) -> (str, int[], float)");
   m.def("build_info() -> str");
 }

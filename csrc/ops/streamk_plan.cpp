@@ -19,37 +19,31 @@ struct Found {
   tpk::sm90a::ClusterShape cluster;
 };
 
-// What follows the sums of the product.
-struct Epilogue {
-  bool gated;
-  bool finishes;
-};
-
 // A plan of a kernel that computes a gate by a product of its own, with the same plan. What else follows is
 // not in its cost model.
-Found as_often(tpk::Plan plan, const Epilogue& epilogue) {
-  if (epilogue.gated) plan.predicted_us *= 2;
+Found as_often(tpk::Plan plan, const tpk::sm90a::Demands& demands) {
+  if (demands.gated) plan.predicted_us *= 2;
   return {plan, plan.tile, {}};
 }
 
 // A CUDA plan assumes what the device holds when it is empty, and for the portable kernel the residency of
 // the vector kernels; operands that need element loads, and cards with little shared memory, may get another.
 Found find(const tpk::Problem& p, const std::string& device, const std::string& schedule, int64_t workers,
-           int64_t splits, int64_t multiprocessors, const std::string& tile, const Epilogue& epilogue) {
+           int64_t splits, int64_t multiprocessors, const std::string& tile,
+           const tpk::sm90a::Demands& demands) {
   if (device == "cpu") {
-    return as_often(tpk::ops::cpu_plan("streamk_plan", p, schedule, workers, splits, tile), epilogue);
+    return as_often(tpk::ops::cpu_plan("streamk_plan", p, schedule, workers, splits, tile), demands);
   }
   try {
     if (device == "sm90" || device == "cuda") {
       const auto residency = tpk::sm90a::full_residency(multiprocessors > 0 ? multiprocessors : 132);
-      const auto g = tpk::sm90a::plan_gemm(p, schedule, workers, splits, tile, epilogue.gated,
-                                           epilogue.gated || epilogue.finishes, residency);
+      const auto g = tpk::sm90a::plan_gemm(p, schedule, workers, splits, tile, demands, residency);
       return {g.plan, tpk::sm90a::kTileShapes[static_cast<int>(g.tile)], g.cluster};
     }
     const bool sm80 = device == "sm80";
     const int64_t count = multiprocessors > 0 ? multiprocessors : sm80 ? 108 : 132;
     const tpk::CostConstants& cost = sm80 ? tpk::kCostSm80 : tpk::kCostSm90;
-    return as_often(tpk::sm80::plan_gemm(p, count, cost, schedule, workers, splits, tile).plan, epilogue);
+    return as_often(tpk::sm80::plan_gemm(p, count, cost, schedule, workers, splits, tile).plan, demands);
   } catch (const std::invalid_argument& error) {
     throw std::runtime_error(tpk::ops::sentence("streamk_plan: ", error.what()));
   }
@@ -58,7 +52,7 @@ Found find(const tpk::Problem& p, const std::string& device, const std::string& 
 std::tuple<std::string, std::vector<int64_t>, double> streamk_plan(
     int64_t batch, int64_t m, int64_t n, int64_t k, const std::string& device, const std::string& schedule,
     int64_t workers, int64_t splits, int64_t multiprocessors, const std::string& tile, bool gated,
-    bool finishes) {
+    bool finishes, bool outer_major) {
   TPK_REQUIRE(device == "sm80" || device == "cpu" || device == "cuda" || device == "sm90" ||
                   device == "sm90-portable",
               "streamk_plan: device must be 'cpu', 'cuda', 'sm80', 'sm90' or 'sm90-portable', but it is '",
@@ -69,8 +63,8 @@ std::tuple<std::string, std::vector<int64_t>, double> streamk_plan(
   TPK_REQUIRE(workers >= 0 && multiprocessors >= 0,
               "streamk_plan: workers and multiprocessors must not be negative, but they are ", workers,
               " and ", multiprocessors, ".");
-  const Found f =
-      find({m, n, k, batch}, device, schedule, workers, splits, multiprocessors, tile, {gated, finishes});
+  const Found f = find({m, n, k, batch}, device, schedule, workers, splits, multiprocessors, tile,
+                       {gated, gated || finishes, outer_major});
   const tpk::Schedule& s = f.plan.schedule;
   std::vector<int64_t> numbers{f.tile.bm, f.tile.bn,     f.tile.bk,   f.plan.order.size(), s.k_iters,
                                s.workers, f.plan.splits, s.num_slots, f.cluster.m,         f.cluster.n};

@@ -22,12 +22,15 @@ constexpr struct {
 } kScalars[] = {
     {"launch_us", &sm90a::HopperCost::launch_us},
     {"split_launch_us", &sm90a::HopperCost::split_launch_us},
+    {"divided_us", &sm90a::HopperCost::divided_us},
+    {"exchange_us", &sm90a::HopperCost::exchange_us},
     {"bytes_per_us", &sm90a::HopperCost::bytes_per_us},
     {"overlap", &sm90a::HopperCost::overlap},
     {"l2_bytes", &sm90a::HopperCost::l2_bytes},
     {"publish_us", &sm90a::HopperCost::publish_us},
     {"add_us", &sm90a::HopperCost::add_us},
     {"finish_us", &sm90a::HopperCost::finish_us},
+    {"outer_us", &sm90a::HopperCost::outer_us},
 };
 static_assert(sizeof(sm90a::HopperCost) ==
                   sizeof(double) *
@@ -67,29 +70,25 @@ sm90a::HopperCost to_cost(const Constants& constants) {
   return cost;
 }
 
-int64_t cluster_index(const sm90a::ClusterShape& cluster) {
-  int64_t i = 0;
-  while (sm90a::kClusterShapes[i].m != cluster.m || sm90a::kClusterShapes[i].n != cluster.n) ++i;
-  return i;
-}
-
 std::vector<sm90a::GemmPlan> find(int64_t m, int64_t n, int64_t k, int64_t batch, const std::string& schedule,
                                   int64_t workers, int64_t splits, const std::string& tile, bool gated,
-                                  bool finishes, int64_t multiprocessors) {
+                                  bool finishes, bool outer_major, int64_t multiprocessors) {
   detail::check_extent("k", k, 0);
   detail::check_count("multiprocessors", multiprocessors);
-  return sm90a::candidates({m, n, k, batch}, schedule, workers, splits, tile, gated, finishes,
+  return sm90a::candidates({m, n, k, batch}, schedule, workers, splits, tile, {gated, finishes, outer_major},
                            sm90a::full_residency(multiprocessors));
 }
 
 double predict(int64_t m, int64_t n, int64_t k, int64_t batch, const sm90a::GemmPlan& plan, bool finishes,
-               int64_t multiprocessors, const Constants& constants) {
+               bool outer_major, int64_t multiprocessors, const Constants& constants) {
   detail::check_count("multiprocessors", multiprocessors);
   const auto residency = sm90a::full_residency(multiprocessors);
-  const int64_t resident = residency.clusters[static_cast<int>(plan.tile)][cluster_index(plan.cluster)];
+  const int64_t resident =
+      residency.clusters[static_cast<int>(plan.tile)][sm90a::cluster_index(plan.cluster)];
   const Schedule& s = plan.plan.schedule;
   return sm90a::predict_us({m, n, k, batch}, s, plan.tile, plan.cluster,
-                           std::min(max64(1, resident), s.workers), finishes, to_cost(constants));
+                           std::min(max64(1, resident), s.workers), {false, finishes, outer_major},
+                           to_cost(constants));
 }
 
 }  // namespace
@@ -112,10 +111,11 @@ void bind_hopper(py::module_& m) {
       .def_readonly("plan", &sm90a::GemmPlan::plan);
   m.def("hopper_plans", &find, py::arg("m"), py::arg("n"), py::arg("k"), py::arg("batch") = 1, py::kw_only(),
         py::arg("schedule") = "auto", py::arg("workers") = 0, py::arg("splits") = 1, py::arg("tile") = "",
-        py::arg("gated") = false, py::arg("finishes") = false, py::arg("multiprocessors") = 132);
+        py::arg("gated") = false, py::arg("finishes") = false, py::arg("outer_major") = false,
+        py::arg("multiprocessors") = 132);
   m.def("hopper_predict_us", &predict, py::arg("m"), py::arg("n"), py::arg("k"), py::arg("batch") = 1,
-        py::kw_only(), py::arg("plan"), py::arg("finishes") = false, py::arg("multiprocessors") = 132,
-        py::arg("cost"));
+        py::kw_only(), py::arg("plan"), py::arg("finishes") = false, py::arg("outer_major") = false,
+        py::arg("multiprocessors") = 132, py::arg("cost"));
 }
 
 }  // namespace tpk::python

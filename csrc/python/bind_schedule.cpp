@@ -90,6 +90,7 @@ void bind_schedule(py::module_& m) {
       .def_readonly("workers", &Schedule::workers)
       .def_readonly("min_iters", &Schedule::min_iters)
       .def_readonly("num_slots", &Schedule::num_slots)
+      .def_property_readonly("divided_shares", &divided_shares)
       .def_property_readonly("pieces", &pieces)
       .def("segments", &segments, py::arg("worker"), py::arg("limit") = -1)
       .def("share_bounds", &share_bounds, py::arg("piece"))

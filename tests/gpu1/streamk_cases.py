@@ -32,7 +32,7 @@ SCHEDULES = [
     "hybrid_aligned",
 ]
 TILES = ["128x128x32", "64x64x32"]  # of the portable kernel
-HOPPER_TILES = ["128x256x64", "256x128x64", "256x192x64", "128x192x64", "128x128x64"]
+HOPPER_TILES = ["128x256x64", "256x128x64", "256x192x64", "128x192x64", "128x128x64", "192x192x64"]
 GATED_TILES = ["128x256x64", "256x128x64", "128x128x64"]  # whose columns can be halved
 CLUSTERS = ["/2x1", "/1x2", "/1x1"]
 # How a matrix lies in memory: which dim is contiguous, whether 16-byte loads are possible.

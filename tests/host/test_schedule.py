@@ -178,6 +178,89 @@ def test_counts_equal_walked_segments(kind: str, o: dict) -> None:
         assert c.partials_added == sum(x.end_slot - x.first_slot for x in segments)
 
 
+MOST_SHARES = 32
+
+
+def check_divided(s: _host.Schedule) -> None:
+    """What the kernel relies on where all workers of a split tile finish it together."""
+    parts: dict[int, list[tuple[int, _host.Segment]]] = {}
+    for worker, segments in enumerate(all_segments(s)):
+        assert not any(x.is_split for x in segments[:-1]), f"worker {worker}: split work before its last"
+        for x in segments:
+            parts.setdefault(x.position, []).append((worker, x))
+    split = {position: found for position, found in parts.items() if found[0][1].is_split}
+    assert 2 <= s.divided_shares <= MOST_SHARES and s.num_slots == len(split) * s.divided_shares
+    first = min(split)
+    assert sorted(split) == list(range(first, first + len(split)))
+    for position, found in split.items():
+        found.sort(key=lambda part: part[1].k_begin)
+        workers = [worker for worker, _ in found]
+        begin = (position - first) * s.divided_shares
+        slots = list(range(begin, begin + s.divided_shares))
+        assert workers == slots, "a worker has the slot of its number"
+        *others, last = [x for _, x in found]
+        assert [x.slot for x in others] == slots[:-1], "consecutive slots, in the order of K"
+        assert (last.first_slot, last.end_slot) == (slots[0], slots[-1]), (
+            "the last slot is the finisher's own"
+        )
+
+
+@settings(max_examples=250, deadline=None)
+@given(KINDS, options(max_tiles=400, max_iters=80))
+@example("split_k", dict(tiles=3, k_iters=500, workers=7, min_iters=2, splits=33))
+@example("split_k", dict(tiles=0, k_iters=500, workers=7, min_iters=2, splits=3))
+@example("hybrid_aligned", dict(tiles=144, k_iters=112, workers=66))
+@example("hybrid_aligned", dict(tiles=1, k_iters=400, workers=300, min_iters=1))
+@example("hybrid_aligned", dict(tiles=70, k_iters=40, workers=66, splits=17))
+def test_divided_fixup_has_one_last_run_for_each_worker(kind: str, o: dict) -> None:
+    s = _host.make_schedule(kind, **o)
+    if s.divided_shares:
+        assert kind in ("split_k", "hybrid_aligned")
+        check_divided(s)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(1, 400), st.integers(2, 80), st.integers(1, 9), st.integers(2, 300))
+@example(tiles=7 * 64 + 32, k_iters=8, min_iters=4, workers=64)  # just half a wave, and just two runs
+@example(tiles=1, k_iters=64, min_iters=1, workers=300)  # more workers than shares
+def test_a_remainder_of_half_a_wave_is_divided(
+    tiles: int, k_iters: int, min_iters: int, workers: int
+) -> None:
+    s = _host.make_schedule("hybrid_aligned", tiles, k_iters, workers=workers, min_iters=min_iters)
+    rest = tiles % workers
+    if k_iters < 2 * min_iters or not 0 < rest <= workers // 2:
+        assert s.divided_shares == 0
+        return
+    assert s.divided_shares == min(workers // rest, MOST_SHARES, k_iters // min_iters)
+    assert sum(p.num_tiles for p in s.pieces if p.kind == "streamed") == rest
+    check_divided(s)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 400), st.integers(2, 80), st.integers(2, 300), st.integers(2, 40))
+def test_depths_that_are_asked_for_are_divided_where_they_fit(
+    tiles: int, k_iters: int, workers: int, depths: int
+) -> None:
+    s = _host.make_schedule("hybrid_aligned", tiles, k_iters, workers=workers, min_iters=1, splits=depths)
+    rest, depths = tiles % workers, min(depths, k_iters)
+    fits = 0 < rest * depths <= workers and depths <= MOST_SHARES
+    assert s.divided_shares == (depths if fits else 0)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 60), st.integers(1, 300), st.integers(1, 40), st.integers(1, 4), st.integers(1, 20))
+@example(tiles=2, k_iters=64, splits=32, min_iters=1, workers=1)
+@example(tiles=2, k_iters=66, splits=33, min_iters=1, workers=1)
+def test_split_k_is_divided_up_to_the_most_shares(
+    tiles: int, k_iters: int, splits: int, min_iters: int, workers: int
+) -> None:
+    s = _host.make_schedule("split_k", tiles, k_iters, workers=workers, splits=splits, min_iters=min_iters)
+    effective = min(splits, k_iters // (2 * min_iters))
+    assert s.divided_shares == (effective if 2 <= effective <= MOST_SHARES else 0)
+    if s.divided_shares:
+        check_divided(s)
+
+
 @settings(max_examples=200, deadline=None)
 @given(KINDS, options(max_tiles=1 << 40, max_iters=1 << 20), st.data())
 def test_counts_beyond_32_bits(kind: str, o: dict, data: st.DataObject) -> None:

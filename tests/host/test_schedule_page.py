@@ -12,7 +12,8 @@ import pytest
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 REMAKE = "it is old; run: PYTHONPATH=. python docs/make_schedules.py"
-KINDS = ("data_parallel", "split_k", "stream_k", "hybrid_first", "hybrid_last")
+KINDS = ("data_parallel", "split_k", "stream_k", "hybrid_first", "hybrid_last", "hybrid_aligned")
+DIVIDED = ("split_k", "hybrid_aligned")
 
 pytestmark = pytest.mark.skipif(not DOCS.exists(), reason="docs/ is not beside the tests")
 
@@ -57,44 +58,102 @@ def test_every_iteration_is_drawn_once(maker: Any, kind: str) -> None:
         for bar in row:
             assert bar.start == pytest.approx(clock), "a cluster does one thing at a time, without a gap"
             assert bar.products_end - bar.start == pytest.approx(bar.k_end - bar.k_begin)
-            assert bar.start < bar.products_end <= bar.wait_end <= bar.fixup_end <= bar.end
+            assert bar.start < bar.products_end <= bar.write_end <= bar.wait_end <= bar.fixup_end <= bar.end
+            assert bar.writes == (bar.write_end > bar.products_end)
+            assert (bar.finishes > 0) == (bar.end > bar.fixup_end), "an epilogue for what it finishes"
             clock = bar.end
-            parts[bar.tile].append((bar.k_begin, bar.k_end, bar.finishes, bar.split))
+            parts[bar.tile].append(bar)
     assert len(line.rows) == 66 and sorted(parts) == list(range(16 * 9))
     for tile, found in parts.items():
-        done = [k for begin, end, _, _ in found for k in range(begin, end)]
+        done = [k for bar in found for k in range(bar.k_begin, bar.k_end)]
         assert sorted(done) == list(range(112)), f"tile {tile}"
-        assert [finishes for _, end, finishes, _ in found if end == 112] == [True]
-        assert sum(finishes for _, _, finishes, _ in found) == 1
-        assert {split for _, _, _, split in found} == {len(found) > 1}, "marked as split where it is not"
+        assert sum(bar.finishes for bar in found) == pytest.approx(1), f"tile {tile}"
+        assert {bar.split for bar in found} == {len(found) > 1}, "marked as split where it is not"
+
+
+def split_tiles(maker: Any, kind: str) -> dict[int, list[Any]]:
+    """Tile -> its bars, in the order of K."""
+    found = defaultdict(list)
+    for bar in sorted(maker.timeline(kind).bars, key=lambda bar: bar.k_begin):
+        if bar.split:
+            found[bar.tile].append(bar)
+    return found
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_partials_are_added_after_they_are_written(maker: Any, kind: str) -> None:
-    bars = maker.timeline(kind).bars
-    written = defaultdict(list)
-    for bar in bars:
-        if not bar.finishes:
-            written[bar.tile].append(bar)
-    for bar in bars:
-        for partial in written[bar.tile] if bar.finishes else ():
-            assert partial.fixup_end <= bar.wait_end and partial.ticket < bar.ticket
+    for bars in split_tiles(maker, kind).values():
+        for bar in bars:
+            if bar.finishes:
+                assert bar.wait_end == max(b.write_end for b in bars), (
+                    "adds what is there, and as soon as it is"
+                )
+            else:
+                assert bar.end == bar.write_end, "waits for nothing"
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in DIVIDED])
+def test_the_last_of_k_finishes_alone(maker: Any, kind: str) -> None:
+    assert not maker.plan(kind).schedule.divided_shares
+    cost = maker.costs()
+    for *others, last in split_tiles(maker, kind).values():
+        assert last.finishes == 1 and not last.writes and last.k_end == 112
+        assert all(bar.writes and not bar.finishes and bar.ticket < last.ticket for bar in others)
+        assert (last.fixup_end - last.wait_end) * cost["iter"] == pytest.approx(cost["add"] * len(others))
+
+
+@pytest.mark.parametrize("kind", DIVIDED)
+def test_divided_fixup_is_drawn_and_charged(maker: Any, kind: str) -> None:
+    """The model's exchanges and one epilogue, in equal shares: each by its worker, or all by the last to write."""
+    line, cost = maker.timeline(kind), maker.costs()
+    s = maker.plan(kind, line.splits).schedule
+    together = s.workers <= maker.clusters()
+    assert together == (kind == "hybrid_aligned"), "split-K has more workers than clusters"
+    tiles = split_tiles(maker, kind)
+    assert len(tiles) == (16 * 9 % 66 if together else 16 * 9)
+    for bars in tiles.values():
+        assert len(bars) == s.divided_shares and all(bar.writes for bar in bars)
+        shares = [bar.finishes * len(bars) for bar in bars]
+        assert sorted(shares) == pytest.approx(
+            [1] * len(bars) if together else [0] * (len(bars) - 1) + [len(bars)]
+        )
+        busy = sum(bar.end - bar.products_end - (bar.wait_end - bar.write_end) for bar in bars)
+        assert busy * cost["iter"] == pytest.approx(len(bars) * cost["exchange"] + cost["epilogue"])
+    if together:
+        last = [row[-1] for row in line.rows if any(bar.split for bar in row)]
+        assert len(last) == 60 == sum(bar.split for bar in line.bars), "one run each"
+        assert all(bar.split for bar in last), "its last work"
+
+
+def test_model_of_the_table_is_that_of_the_planner(maker: Any) -> None:
+    """Where all memory traffic is hidden, the drawn time is what the planner predicts, to a run's last iteration."""
+    cost_of_one = maker.costs()["iter"]
+    for kind in ("data_parallel", "stream_k", "hybrid_aligned"):
+        problem = (maker.M, maker.N, maker.K)
+        found = maker._host.hopper_plans(
+            *problem, schedule=kind, tile=f"{maker.TILE}/{maker.CLUSTER}", multiprocessors=132
+        )[0]
+        cost = maker._host.hopper_cost() | {"overlap": 0.0, "bytes_per_us": 1e12}
+        predicted = maker._host.hopper_predict_us(*problem, plan=found, multiprocessors=132, cost=cost)
+        assert maker.facts(kind)["us"] == pytest.approx(predicted, abs=cost_of_one), kind
 
 
 def test_what_the_text_says_without_numbers(maker: Any) -> None:
-    facts = {kind: maker.facts(kind) for kind in maker.IN_TABLE}
-    assert all(f["waits"] == 0 for f in facts.values()), "no cluster ever waits"
+    facts = {kind: maker.facts(kind) for kind in KINDS}
+    for kind in KINDS:
+        assert kind == "hybrid_aligned" or facts[kind]["waits"] == 0, "no finisher ever waits"
+    waits = {round(bar.wait_end - bar.write_end, 6) for bar in maker.timeline("hybrid_aligned").bars}
+    assert waits == {0, 1}, "shorter runs wait for an iteration"
+    aligned = [facts["hybrid_aligned"], facts["stream_k"]]
+    assert all(aligned[0][what] < aligned[1][what] for what in ("split", "depths")), "few tiles at few depths"
     assert facts["split_k"]["split"] == 16 * 9 > facts["stream_k"]["split"]
     shares = [sum(bar.k_end - bar.k_begin for bar in row) for row in maker.timeline("stream_k").rows]
     assert max(shares) - min(shares) == 1, "shares differ by one iteration"
-    last, aligned = (
-        [(b.tile, b.k_begin, b.k_end) for b in maker.timeline(kind).bars]
-        for kind in ("hybrid_last", "hybrid_aligned")
-    )
-    assert last == aligned, "hybrid_aligned needs a picture of its own"
+    finishers = [sum(bar.finishes for bar in row) for row in maker.timeline("split_k").rows]
+    assert finishers.count(0) >= 33, "who finishes a tile is late, and finishes the next one too"
     per_tile = defaultdict(int)
     for bar in maker.timeline("hybrid_first").bars:
-        per_tile[bar.tile] += not bar.finishes
+        per_tile[bar.tile] += bar.writes
     assert max(per_tile.values()) == 1, "a split tile of the hybrid has one partial to add"
 
 

@@ -20,7 +20,7 @@ TILES = {
     "sm90-portable": _PORTABLE,
     "sm90": tuple(
         f"{tile}/{cluster}"
-        for tile in ("128x256x64", "256x128x64", "256x192x64", "128x192x64", "128x128x64")
+        for tile in ("128x256x64", "256x128x64", "256x192x64", "128x192x64", "128x128x64", "192x192x64")
         for cluster in ("2x1", "1x2", "1x1")
     ),
 }
@@ -30,7 +30,8 @@ class Product(NamedTuple):
     """``batch`` products of [m, k] and [k, n].
 
     gated: a gate [k, n] beside the right factor, in one call of Stream-K. finishes: bias, residual, activation, a
-    stored pre-activation, or sums into the output follow (so they do where it is gated).
+    stored pre-activation, or sums into the output follow (so they do where it is gated). outer_major: K is contiguous
+    in neither factor.
     """
 
     batch: int
@@ -39,6 +40,7 @@ class Product(NamedTuple):
     k: int
     gated: bool = False
     finishes: bool = False
+    outer_major: bool = False
 
 
 class Machine(NamedTuple):
@@ -86,9 +88,9 @@ def machine_of(device: str, index: torch.device | None = None) -> Machine:
 
 def plan(product: Product, machine: Machine, schedule: str = "auto", tile: str = "") -> dict[str, Any]:
     """The cheapest plan with that schedule and tile; "auto" and "" leave them open."""
-    size, (gated, finishes) = product[:4], product[4:]
+    size, demands = product[:4], product[4:]
     kind, numbers, predicted = torch.ops.tpkernels.streamk_plan(
-        *size, machine.architecture, schedule, 0, 1, machine.multiprocessors, tile, gated, finishes
+        *size, machine.architecture, schedule, 0, 1, machine.multiprocessors, tile, *demands
     )
     bm, bn, bk, tiles, k_iters, workers, splits, partial_tiles, cluster_m, cluster_n = numbers
     return {

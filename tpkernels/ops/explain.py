@@ -113,6 +113,8 @@ def explain(op: str, a: Any, b: Any, group: _groups.GroupLike = None, **options:
     if operand.dtype not in _paths.STREAMK_DTYPES.get(device, ()):
         return Explanation(op, name, described, choice.why, wire)
     product = _product(whole, weight, _follows(op, operand, weight, options))
+    if op == "matmul":  # the others gather or keep rows of K
+        product = product._replace(outer_major=operand.stride(-1) != 1 and weight.stride(-1) == 1)
     machine = _plans.machine_of(device, operand.device)
     plans = _plans.candidates(product, machine)
     plan_why = _plans.why(product, machine, plans[0])
@@ -179,6 +181,8 @@ def _follows(op: str, operand: Tensor, weight: Tensor, options: dict[str, Any]) 
         first = biases[0] if isinstance(biases, (list, tuple)) else biases
         return False, first is not None or activation != "none"
     given = {name: options.get(name) for name in ("gate", "bias", "residual", "accumulate_into")}
+    if getattr(given["accumulate_into"], "dtype", None) == torch.float32:
+        given["accumulate_into"] = None  # sums are made where they are stored
     if given["gate"] is None:
         return False, activation != "none" or any(x is not None for x in given.values())
     factors = (x for x in (operand, weight, given["gate"]) if isinstance(x, Tensor))

@@ -23,24 +23,31 @@ struct ClusterShape {
 inline constexpr ClusterShape kClusterShapes[] = {{2, 1}, {1, 2}, {1, 1}};
 constexpr int kNumClusterShapes = 3;
 
+constexpr int cluster_index(ClusterShape c) {
+  int i = 0;
+  while (kClusterShapes[i].m != c.m || kClusterShapes[i].n != c.n) ++i;
+  return i;
+}
+
 constexpr int kElementBytes = 2;
 constexpr int kSwizzleBytes = 128;                          // rows of a swizzled box
 constexpr int kBK = kSwizzleBytes / kElementBytes;          // 64 elements of K per iteration
 constexpr int kChunkOuter = kSwizzleBytes / kElementBytes;  // columns of a box of an outer-major operand
 constexpr int kWarpgroup = 128;                             // threads
-constexpr int kConsumers = 2;                               // warpgroups that multiply
-constexpr int kThreads = kWarpgroup * (1 + kConsumers);     // and one that loads
 constexpr int kStagingBytes = 2048;                         // of a consumer warp: 16 rows x 128 bytes
 constexpr int kSharedLimit = 232448;                        // 227 KiB
 
-// A CTA computes tiles of kBM x kBN. Cooperative: its two consumer warpgroups share a tile, half the rows
-// each. Pingpong: they take tiles in turn, so that the epilogue of one runs under the main loop of the other.
-template <int BM, int BN, int Stages, bool Pingpong>
+// A CTA computes tiles of kBM x kBN. Cooperative: its consumer warpgroups share a tile, as many rows each.
+// Pingpong: two of them take tiles in turn, so that the epilogue of one runs under the main loop of the
+// other.
+template <int BM, int BN, int Stages, bool Pingpong, int Consumers = 2>
 struct TileConfig {
   static constexpr int kBM = BM;
   static constexpr int kBN = BN;
   static constexpr int kStages = Stages;
   static constexpr bool kPingpong = Pingpong;
+  static constexpr int kConsumers = Consumers;                    // warpgroups that multiply
+  static constexpr int kThreads = kWarpgroup * (1 + kConsumers);  // and one that loads
 
   static constexpr int kRows = Pingpong ? BM : BM / kConsumers;  // of a consumer warpgroup
   static constexpr int kBlocks = kRows / 64;                     // wgmma computes 64 rows
@@ -51,27 +58,38 @@ struct TileConfig {
   static constexpr int kBytesB = BN * kBK * kElementBytes;
   static constexpr int kStageBytes = kBytesA + kBytesB;
 
-  // setmaxnreg: one warpgroup at kProducerRegisters and two at kConsumerRegisters share 64 Ki registers.
-  static constexpr int kProducerRegisters = kAccumulators > 128 ? 40 : 72;
-  static constexpr int kConsumerRegisters = kAccumulators > 128 ? 232 : 216;
+  // setmaxnreg: one warpgroup at kProducerRegisters and the others at kConsumerRegisters share 64 Ki
+  // registers.
+  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kAccumulators > 128 ? 40 : 72;
+  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kAccumulators > 128 ? 232 : 216;
 
   static_assert(kRows % 64 == 0, "wgmma computes blocks of 64 rows.");
+  static_assert(!Pingpong || Consumers == 2, "Turns are taken by two.");
+  static_assert(kWarpgroup * (kProducerRegisters + Consumers * kConsumerRegisters) <= 65536,
+                "Too many registers.");
   static_assert(BN % 64 == 0 && BN <= 256, "Boxes of an outer-major B are 64 columns wide; wgmma takes 256.");
   static_assert(kAccumulators <= 192, "More accumulators would spill.");
 };
 
-enum class TileId : int32_t { k128x256, k256x128, k256x192, k128x192, k128x128 };
+enum class TileId : int32_t { k128x256, k256x128, k256x192, k128x192, k128x128, k192x192 };
 using Tile128x256 = TileConfig<128, 256, 4, false>;
 using Tile256x128 = TileConfig<256, 128, 4, false>;
 using Tile256x192 = TileConfig<256, 192, 3, false>;
 using Tile128x192 = TileConfig<128, 192, 5, true>;
 using Tile128x128 = TileConfig<128, 128, 6, true>;
+using Tile192x192 = TileConfig<192, 192, 4, false, 3>;
 
 // In the order of TileId: the tile of one CTA.
-inline constexpr TileShape kTileShapes[] = {
-    {128, 256, kBK}, {256, 128, kBK}, {256, 192, kBK}, {128, 192, kBK}, {128, 128, kBK}};
-inline constexpr bool kIsPingpong[] = {false, false, false, true, true};
-constexpr int kNumTiles = 5;
+inline constexpr TileShape kTileShapes[] = {{128, 256, kBK}, {256, 128, kBK}, {256, 192, kBK},
+                                            {128, 192, kBK}, {128, 128, kBK}, {192, 192, kBK}};
+inline constexpr bool kIsPingpong[] = {false, false, false, true, true, false};
+constexpr int kNumTiles = 6;
+
+// Parts of a partial tile: one for every warpgroup that works on it.
+inline int parts_per_cta(TileId id) {
+  constexpr int kParts[] = {2, 2, 2, 1, 1, 3};
+  return kParts[static_cast<int>(id)];
+}
 
 // The tile of a cluster, which is what schedules count.
 inline TileShape cluster_tile(TileId id, ClusterShape c) {

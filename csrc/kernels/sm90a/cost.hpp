@@ -24,6 +24,8 @@ struct HopperCost {
   double launch_us;        // launch, first loads, last stores
   double split_launch_us;  // beside that, where tiles are split: flags are cleared, tickets drawn, partials
                            // waited for
+  double divided_us;       // likewise where fix-up is divided
+  double exchange_us;      // then: writing a partial and adding a share of all, per 32 Ki elements
   double bytes_per_us;     // of device memory
   double overlap;          // how much of the shorter of work and memory shows
   double l2_bytes;         // operands of so many bytes stay in L2
@@ -31,24 +33,29 @@ struct HopperCost {
   double add_us;           // adding one, likewise
   double
       finish_us;  // cooperative: arithmetic of an epilogue with bias, activation or sums, per 32 Ki elements
+  double outer_us;  // 128x128 with both operands outer-major: of an iteration, beside that
   double iter_us[kNumTiles][kNumClusterShapes];  // one iteration, in the order of TileId and kClusterShapes
   double epilogue_us[kNumTiles];                 // one tile: what is not hidden
 };
 
 inline constexpr HopperCost kCostHopper{4.5,
                                         9.5,
+                                        4.0,
+                                        3.0,
                                         2.7e6,
                                         0.02,
                                         4.0e7,
                                         0.2,
                                         1.2,
-                                        9.0,
+                                        3.0,
+                                        0.035,
                                         {{0.761, 0.762, 0.765},
                                          {0.769, 0.767, 0.770},
                                          {1.160, 1.150, 1.165},
                                          {0.588, 0.607, 0.653},
-                                         {0.407, 0.392, 0.435}},
-                                        {2.4, 2.1, 6.5, 0.8, 0.45}};
+                                         {0.407, 0.392, 0.435},
+                                         {0.870, 0.870, 0.880}},
+                                        {2.4, 2.1, 6.5, 0.8, 0.45, 2.4}};
 
 // What the workers of a streamed piece bring from device memory takes so much longer than an iteration: those
 // that stand at one depth of K share operands, the c of them in a square block sqrt(c) times each; those at
@@ -73,32 +80,47 @@ inline double starved_us(const Problem& p, const Schedule& s, TileId tile, Clust
   return total;
 }
 
-// running: clusters at work at once. finishes: the epilogue does more than round.
+// What a product asks of a plan beside its size.
+struct Demands {
+  bool gated = false;
+  bool finishes = false;     // the epilogue does more than round, which pingpong tiles hide
+  bool outer_major = false;  // both operands
+};
+
+// running: clusters at work at once.
 inline double predict_us(const Problem& p, const Schedule& s, TileId tile, ClusterShape cluster,
-                         int64_t running, bool finishes, const HopperCost& c) {
+                         int64_t running, const Demands& demands, const HopperCost& c) {
   const int t = static_cast<int>(tile);
-  int shape = 0;
-  while (kClusterShapes[shape].m != cluster.m || kClusterShapes[shape].n != cluster.n) ++shape;
+  const int shape = cluster_index(cluster);
   const double elements = static_cast<double>(kTileShapes[t].bm) * kTileShapes[t].bn / 32768;
   // A pingpong tile's partials are written and added by one warpgroup.
   const double part = kIsPingpong[t] ? 2 * elements : elements;
-  const double epilogue = c.epilogue_us[t] + (finishes && !kIsPingpong[t] ? c.finish_us * elements : 0);
+  const double epilogue =
+      c.epilogue_us[t] + (demands.finishes && !kIsPingpong[t] ? c.finish_us * elements : 0);
+  const bool reads_slowly = demands.outer_major && tile == TileId::k128x128;
+  const double iter = c.iter_us[t][shape] + (reads_slowly ? c.outer_us : 0);
+  const int64_t shares = s.workers <= running ? divided_shares(s) : 0;
   double work = 0;
   // The first workers have the most whole tiles, and shares differ by one granule or less: a few tell.
   const int64_t last = s.workers - 1;
   for (const int64_t w : {int64_t{0}, int64_t{1}, last / 4, last / 2, last - last / 4, last - 1, last}) {
     if (w < 0 || w > last) continue;
     const WorkCounts n = count_work(s, w);
-    work = std::max(work, n.iterations * c.iter_us[t][shape] + n.epilogues * epilogue +
-                              (n.partials_written * c.publish_us + n.partials_added * c.add_us) * part);
+    double us = n.iterations * iter + n.epilogues * epilogue;
+    if (shares == 0) {
+      us += (n.partials_written * c.publish_us + n.partials_added * c.add_us) * part;
+    } else if (n.partials_written + n.partials_added > 0) {  // whoever ends the tile, all store a share of it
+      us += c.exchange_us * part + epilogue / shares - (n.partials_added > 0 ? epilogue : 0);
+    }
+    work = std::max(work, us);
   }
-  work += starved_us(p, s, tile, cluster, c.iter_us[t][shape], c);
+  work += starved_us(p, s, tile, cluster, iter, c);
   work *= static_cast<double>(ceil_div(s.workers, std::max<int64_t>(1, running)));
   const double bytes = static_cast<double>(p.batch) *
                        ((static_cast<double>(p.m) + p.n) * p.k * kElementBytes + 2.0 * p.m * p.n);
   const double memory = bytes / c.bytes_per_us;
-  return c.launch_us + (s.num_slots > 0 ? c.split_launch_us : 0) + std::max(work, memory) +
-         c.overlap * std::min(work, memory);
+  const double split = shares > 0 ? c.divided_us : s.num_slots > 0 ? c.split_launch_us : 0;
+  return c.launch_us + split + std::max(work, memory) + c.overlap * std::min(work, memory);
 }
 
 }  // namespace tpk::sm90a

@@ -17,6 +17,7 @@
 #include "kernels/sm90a/fault.hpp"
 #include "kernels/sm90a/find_kernel.hpp"
 #include "kernels/sm90a/plan.hpp"
+#include "kernels/sm90a/work.hpp"
 
 namespace tpk::sm90a {
 
@@ -31,14 +32,14 @@ struct ClusterLaunch {
   cudaLaunchConfig_t config{};
   cudaLaunchAttribute attributes[2] = {};
 
-  ClusterLaunch(int64_t clusters, ClusterShape shape, size_t shared_bytes, cudaStream_t stream) {
+  ClusterLaunch(int64_t clusters, ClusterShape shape, const KernelInfo& kernel, cudaStream_t stream) {
     attributes[0].id = cudaLaunchAttributeClusterDimension;
     attributes[0].val.clusterDim.x = static_cast<unsigned>(shape.size());
     attributes[0].val.clusterDim.y = 1;
     attributes[0].val.clusterDim.z = 1;
     config.gridDim = dim3(static_cast<unsigned>(clusters * shape.size()));
-    config.blockDim = dim3(kThreads);
-    config.dynamicSmemBytes = shared_bytes;
+    config.blockDim = dim3(static_cast<unsigned>(kernel.threads));
+    config.dynamicSmemBytes = kernel.shared_bytes;
     config.stream = stream;
     config.attrs = attributes;
     config.numAttrs = 1;
@@ -69,6 +70,13 @@ struct ClearLaunch {
   }
   ClearLaunch(const ClearLaunch&) = delete;
   ClearLaunch& operator=(const ClearLaunch&) = delete;
+};
+
+// A plan, and what the launcher derives from it.
+struct LaunchPlan {
+  GemmPlan gemm;
+  int32_t shares = 0;
+  Opening opening;
 };
 
 class DeviceCache {
@@ -104,7 +112,7 @@ class DeviceCache {
       const KernelInfo kernel = find_kernel(static_cast<TileId>(t), Element::kBf16, Major::kK, Major::kK);
       prepare(device, kernel);
       for (int c = 0; c < kNumClusterShapes; ++c) {
-        const ClusterLaunch launch(1, kClusterShapes[c], kernel.shared_bytes, nullptr);
+        const ClusterLaunch launch(1, kClusterShapes[c], kernel, nullptr);
         int count = 0;
         check_cuda(cudaOccupancyMaxActiveClusters(&count, kernel.function, &launch.config),
                    "cudaOccupancyMaxActiveClusters");
@@ -115,8 +123,7 @@ class DeviceCache {
     return residency_[device] = r;
   }
 
-  // finishes: the epilogue does more than round.
-  GemmPlan plan(const GemmCall& call, bool finishes, const Residency& r) {
+  LaunchPlan plan(const GemmCall& call, const Demands& demands, const Residency& r) {
     const Problem& p = call.problem;
     Key key{p.batch,
             p.m,
@@ -126,16 +133,23 @@ class DeviceCache {
             call.multiprocessors,
             call.workers,
             call.splits,
-            call.gate.data != nullptr,
-            finishes,
+            demands.gated,
+            demands.finishes,
+            demands.outer_major,
             std::string(call.schedule),
             std::string(call.tile)};
     const std::lock_guard lock(mutex_);
     const auto found = plans_.find(key);
     if (found != plans_.end()) return found->second;
     if (plans_.size() >= kMaxPlans) plans_.clear();
-    return plans_[std::move(key)] = plan_gemm(p, call.schedule, call.workers, call.splits, call.tile,
-                                              call.gate.data != nullptr, finishes, r);
+    LaunchPlan made;
+    made.gemm = plan_gemm(p, call.schedule, call.workers, call.splits, call.tile, demands, r);
+    const Plan& plan = made.gemm.plan;
+    const auto resident = r.clusters[static_cast<int>(made.gemm.tile)][cluster_index(made.gemm.cluster)];
+    // More workers than run at once would leave their shares to each other: tickets and one finisher then.
+    made.shares = plan.schedule.workers <= resident ? static_cast<int32_t>(divided_shares(plan.schedule)) : 0;
+    made.opening = open_schedule(plan.schedule, plan.order, made.shares);
+    return plans_[std::move(key)] = made;
   }
 
   // Host memory that a kernel writes before it stops; one record for the process, which such a stop ends.
@@ -156,13 +170,13 @@ class DeviceCache {
   }
 
  private:
-  using Key = std::tuple<int64_t, int64_t, int64_t, int64_t, int, int, int64_t, int64_t, bool, bool,
+  using Key = std::tuple<int64_t, int64_t, int64_t, int64_t, int, int, int64_t, int64_t, bool, bool, bool,
                          std::string, std::string>;
-  static constexpr size_t kMaxPlans = 4096;
+  static constexpr size_t kMaxPlans = 1024;
   std::mutex mutex_;
   std::set<std::pair<int, const void*>> prepared_;
   std::map<int, Residency> residency_;
-  std::map<Key, GemmPlan> plans_;
+  std::map<Key, LaunchPlan> plans_;
   FaultRecord* fault_ = nullptr;
 };
 

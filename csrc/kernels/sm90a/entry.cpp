@@ -66,8 +66,9 @@ Operands read_operands(const GemmCall& c) {
 // A stride that is never multiplied by anything but 0 does not matter, whatever it says.
 Output output_of(const Matrix& m, const Problem& p) {
   const int64_t bytes = bytes_of(m.kind);
+  const bool whole_lines = p.n * bytes % 16 == 0 && view_output(m, p.batch, p.m, p.n).has_value();
   return {m.data, p.batch > 1 ? m.batch_stride * bytes : 0, p.m > 1 ? m.row_stride * bytes : 0,
-          m.col_stride * bytes, view_output(m, p.batch, p.m, p.n).has_value()};
+          m.col_stride * bytes, whole_lines};
 }
 
 Addend addend_of(const Matrix& m, const Problem& p) {
@@ -120,26 +121,33 @@ void fill_epilogue(GemmParams& p, const GemmCall& c) {
   p.activation = c.activation;
   p.alpha = c.alpha;
   p.reduce = c.accumulate && c.out.kind == ScalarKind::kFp32 && p.out.aligned;
-  if (c.residual.data != nullptr) p.late[p.num_late++] = addend_of(c.residual, c.problem);
-  if (c.accumulate && !p.reduce) p.late[p.num_late++] = addend_of(c.out, c.problem);
+  const auto add_late = [&](const Matrix& m) {
+    if (p.num_late == 0)
+      p.late_staged = p.preact.data == nullptr && bytes_of(m.kind) == 2 && output_of(m, q).aligned;
+    p.late[p.num_late++] = addend_of(m, q);
+  };
+  if (c.residual.data != nullptr) add_late(c.residual);
+  if (c.accumulate && !p.reduce) add_late(c.out);
   if (c.hooks != nullptr) p.hooks = *c.hooks;
-  p.plain = p.out.aligned && q.n * bytes_of(c.out.kind) % 16 == 0 && !p.reduce && !p.gated &&
-            p.alpha == 1.0f && p.bias == nullptr && p.preact.data == nullptr &&
+  p.fast = p.out.aligned && p.preact.data == nullptr && p.hooks.sum.count == 0 &&
+           p.num_late == (p.late_staged ? 1 : 0);
+  p.plain = p.out.aligned && !p.gated && p.alpha == 1.0f && p.bias == nullptr && p.preact.data == nullptr &&
             p.activation == Activation::kNone && p.num_late == 0 && p.hooks.sum.count == 0;
 }
 
-// How many warps will say that they stored rows of each chunk.
+// How much all warps will say that they have stored of the tiles of each chunk.
 void fill_doorbell_targets(GemmParams& p, const GemmPlan& plan) {
   DoorbellHook& h = p.hooks.doorbell;
   if (h.counters == nullptr) return;
   const TileShape& tile = kTileShapes[static_cast<int>(plan.tile)];
   const int64_t columns = ceil_div(p.problem.n, p.gated ? tile.bn / 2 : tile.bn);
-  const int64_t warps = kIsPingpong[static_cast<int>(plan.tile)] ? 4 : 4 * kConsumers;
+  // A CTA's warps count what they store in units: 64 rows, of all its warps, times 32 columns.
+  const int64_t units = int64_t{4} * (tile.bm / 64) * (tile.bn / 32);
   int64_t begin = 0;
   for (int32_t c = 0; c < h.num_chunks; ++c) {
     const int64_t end = std::min<int64_t>(h.row_end[c], p.problem.m);
     const int64_t rows = end > begin ? ceil_div(end, tile.bm) - begin / tile.bm : 0;
-    h.target[c] = static_cast<uint32_t>(rows * columns * warps);
+    h.target[c] = static_cast<uint32_t>(rows * columns * units);
     begin = std::max(begin, end);
   }
 }
@@ -151,7 +159,7 @@ void fill_workspace(GemmParams& p, const GemmPlan& plan, const Allocator& alloca
   if (slots == 0) return;
   constexpr int64_t kLine = 256;
   const TileShape& tile = kTileShapes[static_cast<int>(plan.tile)];
-  const int64_t parts = plan.cluster.size() * (kIsPingpong[static_cast<int>(plan.tile)] ? 1 : kConsumers);
+  const int64_t parts = plan.cluster.size() * parts_per_cta(plan.tile);
   const int64_t flag_bytes = ceil_div(slots * parts * 4, kLine) * kLine;
   const int64_t slot_bytes = plan.cluster.size() * tile.bm * tile.bn * static_cast<int64_t>(sizeof(float));
   const int64_t bytes = kLine + flag_bytes + slots * slot_bytes + kLine;
@@ -173,6 +181,9 @@ void fill_workspace(GemmParams& p, const GemmPlan& plan, const Allocator& alloca
 }
 
 void launch(const GemmCall& call, cudaStream_t stream, const Allocator& allocator) {
+  // A thread that has not called CUDA before has no context, which encoding a tensor map needs (autograd's
+  // threads).
+  check_cuda(cudaSetDevice(call.device), "cudaSetDevice");
   const Operands operands = read_operands(call);
   DeviceCache& cache = DeviceCache::instance();
   Residency residency = cache.residency(call.device);
@@ -181,10 +192,14 @@ void launch(const GemmCall& call, cudaStream_t stream, const Allocator& allocato
       of_tile[i] = std::min<int64_t>(of_tile[i], call.multiprocessors / kClusterShapes[i].size());
     }
   }
-  const bool finishes = call.gate.data != nullptr || call.bias.data != nullptr ||
-                        call.residual.data != nullptr || call.preact.data != nullptr ||
-                        call.activation != Activation::kNone || call.accumulate;
-  const GemmPlan plan = cache.plan(call, finishes, residency);
+  const Demands demands{call.gate.data != nullptr,
+                        call.gate.data != nullptr || call.bias.data != nullptr ||
+                            call.residual.data != nullptr || call.preact.data != nullptr ||
+                            call.activation != Activation::kNone ||
+                            (call.accumulate && call.out.kind != ScalarKind::kFp32),
+                        operands.a.major == Major::kOuter && operands.b.major == Major::kOuter};
+  const LaunchPlan launch_plan = cache.plan(call, demands, residency);
+  const GemmPlan& plan = launch_plan.gemm;
   const KernelInfo kernel = find_kernel(plan.tile, call.element, operands.a.major, operands.b.major);
   cache.prepare(call.device, kernel);
 
@@ -194,6 +209,8 @@ void launch(const GemmCall& call, cudaStream_t stream, const Allocator& allocato
   p.cluster_m = plan.cluster.m;
   p.cluster_n = plan.cluster.n;
   p.schedule = plan.plan.schedule;
+  p.shares = launch_plan.shares;
+  p.opening = launch_plan.opening;
   p.order = plan.plan.order;
   p.timeout_ns = call.timeout_ns;
   p.fault = cache.fault();
@@ -202,14 +219,11 @@ void launch(const GemmCall& call, cudaStream_t stream, const Allocator& allocato
   fill_doorbell_targets(p, plan);
   fill_workspace(p, plan, allocator, stream);
 
-  int cluster_index = 0;
-  for (int i = 0; i < kNumClusterShapes; ++i) {
-    if (kClusterShapes[i].m == plan.cluster.m && kClusterShapes[i].n == plan.cluster.n) cluster_index = i;
-  }
   const int64_t resident =
-      std::max<int64_t>(1, residency.clusters[static_cast<int>(plan.tile)][cluster_index]);
+      std::max<int64_t>(1, residency.clusters[static_cast<int>(plan.tile)][cluster_index(plan.cluster)]);
   const int64_t clusters = std::min<int64_t>(p.schedule.workers, resident);
-  ClusterLaunch launch(clusters, plan.cluster, kernel.shared_bytes, stream);
+  p.clusters_started = static_cast<uint32_t>(clusters);
+  ClusterLaunch launch(clusters, plan.cluster, kernel, stream);
   launch.start_early();
   void* arguments[] = {&p};
   check_cuda(cudaLaunchKernelExC(&launch.config, kernel.function, arguments),

@@ -1,112 +1,17 @@
-// Epilogue of a consumer warp: 16 rows of a block of 64, in slabs of 32 columns, so that few registers are
-// needed beside the accumulators. Slabs go through a small swizzled buffer of the warp's own, so that whole
+// Epilogue of a consumer warp: 16 rows of a block of 64, in units of 32 columns, so that few registers are
+// needed beside the accumulators. Units go through a small swizzled buffer of the warp's own, so that whole
 // lines are stored. Ordinary stores, not TMA: its queue is full of the next tile's loads then, and waiting
 // for it to read buffers cost 3 us a tile.
 #pragma once
 
-#include "kernels/sm90a/finish.cuh"
 #include "kernels/sm90a/mainloop.cuh"
 #include "kernels/sm90a/scheduler.cuh"
+#include "kernels/sm90a/staging.cuh"
 
 namespace tpk::sm90a {
 
-// A buffer of 16 rows x 128 bytes (32 fp32 columns, or 64 of 2 bytes). Swizzled as TMA's 128-byte mode has
-// it: chunk c of 16 bytes of row r lies at c ^ (r % 8).
-struct StagingBuffer {
-  int lane;
-  int warp;  // of the warpgroup
-  uint32_t address;
-
-  // buffers: of the warpgroup's first warp.
-  __device__ __forceinline__ explicit StagingBuffer(const unsigned char* buffers) {
-    const int thread = thread_number();
-    lane = thread % 32;
-    warp = thread / 32 % 4;
-    address = shared_address(buffers) + warp * kStagingBytes;
-  }
-
-  // All lanes call it before they write: all have read what was there.
-  __device__ __forceinline__ void acquire() const { __syncwarp(); }
-};
-
-// 32 fp32 columns to a buffer.
-__device__ __forceinline__ void stage_fp32(uint32_t buffer, const float* v, int lane) {
-  const int row = lane / 4;
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    const int chunk = 2 * j + (lane & 3) / 2;
-    const uint32_t to = buffer + row * kSwizzleBytes + ((chunk ^ row) << 4) + (lane & 1) * 8;
-    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(v[4 * j]), "f"(v[4 * j + 1]) : "memory");
-    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to + 8 * kSwizzleBytes), "f"(v[4 * j + 2]),
-                 "f"(v[4 * j + 3])
-                 : "memory");
-  }
-}
-
-// 32 columns, rounded to 2 bytes, to the first or second half of a buffer.
-__device__ __forceinline__ void stage_half(ScalarKind kind, uint32_t buffer, int half, const float* v,
-                                           int lane) {
-  const int block = lane / 8;
-  const int row = lane % 8 + 8 * (block & 1);
-#pragma unroll
-  for (int j = 0; j < 2; ++j) {
-    const int chunk = 4 * half + 2 * j + block / 2;
-    const float* x = v + 8 * j;
-    store_matrix_x4(buffer + row * kSwizzleBytes + ((chunk ^ (row & 7)) << 4), pack(kind, x[0], x[1]),
-                    pack(kind, x[2], x[3]), pack(kind, x[4], x[5]), pack(kind, x[6], x[7]));
-  }
-}
-
-// 16 rows of a buffer to memory, kChunks of 16 bytes of each. row, col: the buffer's first element in the
-// output. kWhole: the output's columns are whole chunks. kAdd (fp32): added to what is there, in L2, each
-// element once.
-template <int kBytes, int kChunks, bool kWhole, bool kAdd = false>
-__device__ __forceinline__ void store_buffer(const Output& to, uint32_t buffer, int row, int col, int batch,
-                                             int rows, int cols, int lane) {
-  constexpr int kColumns = 16 / kBytes;  // of a chunk
-  __syncwarp();
-  constexpr int kRows = 32 / kChunks;  // at a time
-  const int chunk = lane % kChunks;
-  const int first = lane / kChunks;
-  col += chunk * kColumns;
-  char* p = static_cast<char*>(to.data) + batch * to.batch_stride +
-            static_cast<int64_t>(row + first) * to.row_stride + static_cast<int64_t>(col) * kBytes;
-  const bool whole = col + kColumns <= cols;
-#pragma unroll
-  for (int i = 0; i < 16 / kRows; ++i, p += kRows * to.row_stride) {
-    const int r = first + kRows * i;
-    uint4 x;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-                 : "r"(buffer + r * kSwizzleBytes + ((chunk ^ (r & 7)) << 4))
-                 : "memory");
-    if (row + r >= rows) continue;
-    if (whole && kAdd) {
-      asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p),
-                   "f"(__uint_as_float(x.x)), "f"(__uint_as_float(x.y)), "f"(__uint_as_float(x.z)),
-                   "f"(__uint_as_float(x.w))
-                   : "memory");
-    } else if (whole) {
-      *reinterpret_cast<uint4*>(p) = x;
-    } else if (!kWhole) {  // the last columns of a width that is no multiple of a chunk
-      const uint32_t words[4] = {x.x, x.y, x.z, x.w};
-#pragma unroll
-      for (int j = 0; j < kColumns; ++j) {
-        if (col + j >= cols) break;
-        if (kAdd) {
-          atomicAdd(reinterpret_cast<float*>(p + 4 * j), __uint_as_float(words[j % 4]));
-        } else if (kBytes == 4) {
-          *reinterpret_cast<uint32_t*>(p + 4 * j) = words[j % 4];
-        } else {
-          *reinterpret_cast<unsigned short*>(p + 2 * j) =
-              static_cast<unsigned short>(words[j / 2] >> 16 * (j % 2));
-        }
-      }
-    }
-  }
-}
-
-// A warp's part of the tile to memory, nothing but rounded. row: its first row in the output.
+// A warp's part of the tile to memory, nothing but rounded, or added to what is there. row: its first row in
+// the output.
 template <class Tile>
 __device__ __forceinline__ void store_plain(const GemmParams& p, const WorkItem& item, int row,
                                             const Accumulators<Tile>& acc, const StagingBuffer& staging) {
@@ -116,106 +21,170 @@ __device__ __forceinline__ void store_plain(const GemmParams& p, const WorkItem&
   for (int block = 0; block < Tile::kBlocks; ++block, row += 64) {
     if (row >= rows) break;
 #pragma unroll
-    for (int col = 0; col < Tile::kBN; col += 2 * kSlabColumns) {
+    for (int col = 0; col < Tile::kBN; col += 64) {
       if (item.n + col >= cols) break;
-      const float* v = &acc[block][col / 2];
-      if (p.out_kind == ScalarKind::kFp32) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          staging.acquire();
-          stage_fp32(staging.address, v + half * kSlabValues, staging.lane);
-          store_buffer<4, 8, true>(p.out, staging.address, row, item.n + col + half * kSlabColumns,
-                                   item.batch, rows, cols, staging.lane);
-        }
-      } else {
-        staging.acquire();
-        stage_half(p.out_kind, staging.address, 0, v, staging.lane);
-        stage_half(p.out_kind, staging.address, 1, v + kSlabValues, staging.lane);
-        store_buffer<2, 8, true>(p.out, staging.address, row, item.n + col, item.batch, rows, cols,
-                                 staging.lane);
-      }
+      const UnitPlace at{row, item.n + col, item.batch, rows, cols};
+      store_whole<32>(p.out, p.out_kind, p.reduce, at, &acc[block][col / 2], staging);
     }
   }
 }
 
-// A finished slab to one output.
-__device__ __forceinline__ void write_slab(const GemmParams& p, const Output& to, bool add,
-                                           const SlabPlace& at, const float (&v)[kSlabValues],
-                                           const StagingBuffer& staging) {
-  const int lane = staging.lane;
-  if (!to.aligned) {
-    store_slab_direct(p.out_kind, to, at, v, lane);
-  } else if (p.out_kind == ScalarKind::kFp32) {
-    staging.acquire();
-    stage_fp32(staging.address, v, lane);
-    if (add) {
-      store_buffer<4, 8, false, true>(to, staging.address, at.row, at.col, at.batch, at.rows, at.cols, lane);
-    } else {
-      store_buffer<4, 8, false>(to, staging.address, at.row, at.col, at.batch, at.rows, at.cols, lane);
-    }
-  } else {
-    staging.acquire();
-    stage_half(p.out_kind, staging.address, 0, v, lane);
-    store_buffer<2, 4, false>(to, staging.address, at.row, at.col, at.batch, at.rows, at.cols, lane);
-  }
-}
-
-// v = slab number `slab` of the accumulators, or v *= scale * it. A run-time index would put the accumulators
+// v = unit number `unit` of the accumulators, or v *= scale * it. A run-time index would put the accumulators
 // into local memory: select instead.
-template <class Tile, bool kMultiply>
-__device__ __forceinline__ void take_slab(const Accumulators<Tile>& acc, int slab, float scale,
-                                          float (&v)[kSlabValues]) {
-  constexpr int kSlabs = Tile::kBN / kSlabColumns;
+template <class Tile, bool kMultiply, int kValues>
+__device__ __forceinline__ void take_unit(const Accumulators<Tile>& acc, int unit, float scale,
+                                          float (&v)[kValues]) {
+  constexpr int kPerBlock = Tile::kBN / (2 * kValues);
 #pragma unroll
-  for (int i = 0; i < Tile::kBlocks * kSlabs; ++i) {
-    if (i != slab) continue;
+  for (int i = 0; i < Tile::kBlocks * kPerBlock; ++i) {
+    if (i != unit) continue;
 #pragma unroll
-    for (int j = 0; j < kSlabValues; ++j) {
-      const float x = scale * acc[i / kSlabs][i % kSlabs * kSlabValues + j];
+    for (int j = 0; j < kValues; ++j) {
+      const float x = scale * acc[i / kPerBlock][i % kPerBlock * kValues + j];
       v[j] = kMultiply ? v[j] * x : x;
     }
   }
 }
 
-// A warp's part of the tile with everything that may be asked for. One copy of the code for all slabs. bias:
-// of the tile's columns, in shared memory.
-template <class Tile>
-__device__ __forceinline__ void store_finished(const GemmParams& p, const WorkItem& item, int row,
-                                               const Accumulators<Tile>& acc, const float* bias,
-                                               const StagingBuffer& staging) {
-  constexpr int kSlabs = Tile::kBN / kSlabColumns;
-  const int slabs = p.gated ? kSlabs / 2 : kSlabs;
-  int block = 0;
-  int slab = -1;
+// Units of a warp's part of a tile that is finished: half as many where there is a gate.
+template <class Tile, int kValues>
+__device__ __forceinline__ int units_of(const GemmParams& p) {
+  constexpr int kPerBlock = Tile::kBN / (2 * kValues);
+  return Tile::kBlocks * (p.gated ? kPerBlock / 2 : kPerBlock);
+}
+
+// Units [begin, end) of a warp's part of the tile to memory. row: the part's first row in the output. bias:
+// of the tile's columns, in shared memory. Sums: OwnSums or PartialSums. One copy of the code for all units,
+// and kFast without what is rare and long, since a single warp has to run through it: one output in whole
+// lines, and of what is added late nothing but a staged residual.
+template <class Tile, bool kFast, int kValues, class Sums>
+__device__ __forceinline__ void store_units(const GemmParams& p, const WorkItem& item, int row, int begin,
+                                            int end, const float* bias, const StagingBuffer& staging,
+                                            const Sums& sums) {
+  constexpr int kColumns = 2 * kValues;
+  constexpr int kPerBlock = Tile::kBN / kColumns;
+  const int units = units_of<Tile, kValues>(p) / Tile::kBlocks;
+  const int rows = static_cast<int>(p.problem.m);
+  const int cols = static_cast<int>(p.problem.n);
+  int block = begin / units;
+  int unit = begin - block * units;
 #pragma unroll 1
-  for (int i = 0; i < Tile::kBlocks * slabs; ++i) {
-    if (++slab == slabs) {
-      slab = 0;
+  for (int i = begin; i < end; ++i, ++unit) {
+    if (unit == units) {
+      unit = 0;
       ++block;
     }
-    const SlabPlace at{row + 64 * block, item.n + slab * kSlabColumns, item.batch,
-                       static_cast<int>(p.problem.m), static_cast<int>(p.problem.n)};
-    if (at.row >= at.rows || at.col >= at.cols) continue;
-    float v[kSlabValues];
-    take_slab<Tile, false>(acc, block * kSlabs + slab, p.alpha, v);
-    if (p.gated) {
-      activate_slab(p.activation, v);
-      take_slab<Tile, true>(acc, block * kSlabs + kSlabs / 2 + slab, p.alpha, v);
-    } else {
-      if (slab == 0 && p.hooks.sum.count > 0) wait_for_addends(p, at.row, staging.lane);
-      for (int a = 0; a < p.hooks.sum.count; ++a) add_slab(p.hooks.sum.addends[a], at, v, staging.lane);
-      if (p.bias != nullptr) add_bias(bias + slab * kSlabColumns, v, staging.lane);
-      if (p.preact.data != nullptr) write_slab(p, p.preact, false, at, v, staging);
-      activate_slab(p.activation, v);
+    const UnitPlace at{row + 64 * block, item.n + unit * kColumns, item.batch, rows, cols};
+    if (at.row >= rows || at.col >= cols) continue;
+    if (p.late_staged) load_staged<kValues>(p.late[0], at, staging);  // under way while the rest is computed
+    float v[kValues];
+    sums(block * kPerBlock + unit, false, v);
+    if constexpr (!kFast) {
+      if (p.hooks.sum.count > 0) add_peers(p, at, v, staging);
     }
+    if (p.bias != nullptr) add_bias(bias + unit * kColumns, v, staging.lane);
+    if constexpr (!kFast) {
+      if (p.preact.data != nullptr) write_unit(p, p.preact, false, at, v, staging);
+    }
+    activate(p.activation, v);
+    if (p.gated) sums(block * kPerBlock + units + unit, true, v);
+    if (p.late_staged) add_staged(p.late[0].kind, v, staging);
+    if constexpr (kFast) {
+      store_whole<kValues>(p.out, p.out_kind, p.reduce, at, v, staging);
+    } else {
 #pragma unroll 1
-    for (int a = 0; a < p.num_late; ++a) add_slab(p.late[a], at, v, staging.lane);
-    write_slab(p, p.out, p.reduce, at, v, staging);
+      for (int a = p.late_staged ? 1 : 0; a < p.num_late; ++a) add_strided(p.late[a], at, v, staging);
+      write_unit(p, p.out, p.reduce, at, v, staging);
+    }
   }
 }
 
-// Says that a warp's rows of a tile are in memory: the last one of a chunk rings its bell.
-__device__ __forceinline__ void ring_doorbells(const GemmParams& p, const WorkItem& item, int rows,
+// The usual epilogues of a whole tile: bias, activation, a staged residual, one output in whole lines.
+// Straight-line code for all units would be run through once a tile, at the speed at which instructions come
+// from L2; this loop is small and always at work on the first accumulators, a few units of them, the others
+// moving up. Every instruction counts: beside a main loop that runs at the power limit they cost their
+// energy.
+template <class Tile, Activation kActivation>
+__device__ __forceinline__ void store_activated(const GemmParams& p, const WorkItem& item, int row,
+                                                Accumulators<Tile>& acc, const float* bias,
+                                                const StagingBuffer& staging) {
+  // Of a unit: what registers allow.
+  constexpr int kValues = Tile::kConsumerRegisters - Tile::kAccumulators >= 80 ? 32 : 16;
+  constexpr int kUnits = kValues == 32 ? 2 : 3;
+  constexpr int kStep = kUnits * kValues;
+  constexpr int kPerBlock = Tile::kBlockAccumulators;
+  static_assert(kPerBlock % kStep == 0, "A step lies in one block.");
+  const int rows = static_cast<int>(p.problem.m);
+  const int cols = static_cast<int>(p.problem.n);
+  int col = 0;
+#pragma unroll 1
+  for (int done = 0; done < Tile::kAccumulators; done += kStep) {
+#pragma unroll
+    for (int i = 0; i < kUnits; ++i, col += 2 * kValues) {
+      const UnitPlace at{row, item.n + col, item.batch, rows, cols};
+      if (at.row >= rows || at.col >= cols) continue;
+      if (p.late_staged) load_staged<kValues>(p.late[0], at, staging);
+      float v[kValues];
+#pragma unroll
+      for (int j = 0; j < kValues; ++j) v[j] = acc[0][i * kValues + j];
+      if (p.bias != nullptr) add_bias(bias + col, v, staging.lane);
+      activate<kActivation>(v);
+      if (p.late_staged) add_staged(p.late[0].kind, v, staging);
+      store_whole<kValues>(p.out, p.out_kind, p.reduce, at, v, staging);
+    }
+#pragma unroll
+    for (int j = kStep; j < Tile::kAccumulators; ++j) {
+      acc[(j - kStep) / kPerBlock][(j - kStep) % kPerBlock] = acc[j / kPerBlock][j % kPerBlock];
+    }
+    if (col == Tile::kBN) {
+      col = 0;
+      row += 64;
+    }
+  }
+}
+
+// A whole tile that is not plain, from the accumulators.
+template <class Tile>
+__device__ __forceinline__ void store_finished(const GemmParams& p, const WorkItem& item, int row,
+                                               Accumulators<Tile>& acc, const float* bias,
+                                               const StagingBuffer& staging) {
+  if (p.fast && !p.gated) {
+    if (p.alpha != 1.0f) {
+#pragma unroll
+      for (int i = 0; i < Tile::kBlocks; ++i) {
+#pragma unroll
+        for (float& x : acc[i]) x *= p.alpha;
+      }
+    }
+    switch (p.activation) {
+      case Activation::kNone:
+        return store_activated<Tile, Activation::kNone>(p, item, row, acc, bias, staging);
+      case Activation::kRelu:
+        return store_activated<Tile, Activation::kRelu>(p, item, row, acc, bias, staging);
+      case Activation::kSilu:
+        return store_activated<Tile, Activation::kSilu>(p, item, row, acc, bias, staging);
+      case Activation::kGelu:
+        return store_activated<Tile, Activation::kGelu>(p, item, row, acc, bias, staging);
+      case Activation::kGeluTanh:
+        return store_activated<Tile, Activation::kGeluTanh>(p, item, row, acc, bias, staging);
+    }
+  }
+  const auto sums = [&](int unit, bool multiply, auto& v) {
+    if (multiply) {
+      take_unit<Tile, true>(acc, unit, p.alpha, v);
+    } else {
+      take_unit<Tile, false>(acc, unit, p.alpha, v);
+    }
+  };
+  store_units<Tile, false, 16>(p, item, row, 0, units_of<Tile, 16>(p), bias, staging, sums);
+}
+
+// How much of a CTA's part of a tile a warp stores in all, in the unit that doorbells count.
+template <class Tile>
+constexpr int kBellUnits = Tile::kAccumulators / 16;
+
+// Says that `units` of a warp's part of a tile are in memory: the last one of a chunk of rows rings its bell.
+__device__ __forceinline__ void ring_doorbells(const GemmParams& p, const WorkItem& item, int rows, int units,
                                                int lane) {
   const DoorbellHook& h = p.hooks.doorbell;
   if (item.n >= p.problem.n) return;  // a CTA of the cluster that has no columns
@@ -226,12 +195,8 @@ __device__ __forceinline__ void ring_doorbells(const GemmParams& p, const WorkIt
   for (int c = 0; c < h.num_chunks && begin < item.m + rows; ++c) {
     const int end = h.row_end[c];
     if (end > item.m && end > begin) {
-      uint32_t before;
-      asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;"
-                   : "=r"(before)
-                   : "l"(h.counters + c)
-                   : "memory");
-      if (before + 1 == h.target[c]) {
+      const auto more = static_cast<uint32_t>(units);
+      if (comm::add_acq_rel(h.counters + c, more) + more == h.target[c]) {
         h.counters[c] = 0;
         comm::store_release<comm::Scope::kSys>(h.bells + c, 1u);
       }

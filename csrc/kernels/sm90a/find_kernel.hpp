@@ -16,6 +16,8 @@ KernelInfo find_kernel(TileId tile, Major a, Major b) {
       return kernel_info<Tile256x192, kElement>(a, b);
     case TileId::k128x192:
       return kernel_info<Tile128x192, kElement>(a, b);
+    case TileId::k192x192:
+      return kernel_info<Tile192x192, kElement>(a, b);
     case TileId::k128x128:
       break;
   }

@@ -39,11 +39,10 @@ struct SlotView {
   }
 };
 
-// Writes the warpgroup's accumulators to its part of the slot, then raises the flag (release at gpu scope).
-// All 128 threads call it; barrier: a named barrier of this warpgroup.
+// Writes the warpgroup's accumulators to its part of the slot. All 128 threads call it.
 template <class Tile>
-__device__ __forceinline__ void publish_partial(const SlotView<Tile>& view, int64_t slot, int part,
-                                                const Accumulators<Tile>& acc, int barrier) {
+__device__ __forceinline__ void write_partial(const SlotView<Tile>& view, int64_t slot, int part,
+                                              const Accumulators<Tile>& acc) {
   float4* to = reinterpret_cast<float4*>(view.slot(slot, part)) + thread_number() % kWarpgroup;
 #pragma unroll
   for (int i = 0; i < Tile::kBlocks; ++i) {
@@ -53,6 +52,13 @@ __device__ __forceinline__ void publish_partial(const SlotView<Tile>& view, int6
              make_float4(acc[i][j], acc[i][j + 1], acc[i][j + 2], acc[i][j + 3]));
     }
   }
+}
+
+// Then raises the flag (release at gpu scope). barrier: a named barrier of this warpgroup.
+template <class Tile>
+__device__ __forceinline__ void publish_partial(const SlotView<Tile>& view, int64_t slot, int part,
+                                                const Accumulators<Tile>& acc, int barrier) {
+  write_partial<Tile>(view, slot, part, acc);
   named_sync(barrier, kWarpgroup);
   if (threadIdx.x % kWarpgroup == 0)
     comm::store_release<comm::Scope::kGpu>(view.flag(slot, part), kPartialReady);

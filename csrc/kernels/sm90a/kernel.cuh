@@ -3,24 +3,25 @@
 // Contract. The kernel follows tpk::Schedule. A worker is a cluster of one or two CTAs: it takes a ticket,
 // walks that worker's segments in time order, and takes the next ticket when it is done, so any number of
 // clusters finishes any schedule. A segment that does not end its tile leaves its fp32 partial in a slot; the
-// segment with the tile's last K adds the partials in K order and runs the epilogue. Waits are for lower
-// tickets only (or for other ranks: kernels/gemm_hooks.hpp), and bounded. The result depends on the schedule,
+// segment with the tile's last K adds the partials in K order and runs the epilogue, or all of the tile's
+// workers do so together (divided.cuh). Waits are for lower tickets only, or for what has started (or for
+// other ranks: kernels/gemm_hooks.hpp), and bounded. The result depends on the schedule,
 // not on timing.
 //
 // Roles. Warpgroup 0: one thread schedules, one loads. Warpgroups 1 and 2 multiply and store, together
 // (cooperative) or in turn (pingpong).
 #pragma once
 
-#include "kernels/sm90a/epilogue.cuh"
-#include "kernels/sm90a/fixup.cuh"
+#include "kernels/sm90a/divided.cuh"
 #include "kernels/sm90a/launch.hpp"
 #include "kernels/sm90a/loader.cuh"
 
 namespace tpk::sm90a {
 
-// Named barriers: one of each consumer warpgroup, and the pingpong pair's turns in the main loop.
+// Named barriers: one of each consumer warpgroup (at most three), and the pingpong pair's turns in the main
+// loop.
 constexpr int kOwnBarrier = 1;
-constexpr int kTurnBarrier = 1 + kConsumers;
+constexpr int kTurnBarrier = 4;
 
 template <class Tile, Element kElement, Major kMajorA, Major kMajorB>
 __device__ __forceinline__ void run_consumer(const GemmParams& p, SharedStorage<Tile>& s,
@@ -40,7 +41,7 @@ __device__ __forceinline__ void run_consumer(const GemmParams& p, SharedStorage<
     const WorkItem& item = items.next();
     const int iters = item.iters;
     if (iters == 0) break;
-    if (Tile::kPingpong && static_cast<int>(items.count % kConsumers) != consumer) {
+    if (Tile::kPingpong && static_cast<int>(items.count % Tile::kConsumers) != consumer) {
       release();
       continue;
     }
@@ -57,7 +58,11 @@ __device__ __forceinline__ void run_consumer(const GemmParams& p, SharedStorage<
 
     const int part = Tile::kPingpong ? 0 : consumer;
     if (item.slot >= 0) {
-      publish_partial<Tile>(SlotView<Tile>(p, at), item.slot, part, acc, kOwnBarrier + consumer);
+      if (p.shares > 0) {
+        finish_divided<Tile>(p, s, at, item, part, row, consumer, kOwnBarrier + consumer, acc);
+      } else {
+        publish_partial<Tile>(SlotView<Tile>(p, at), item.slot, part, acc, kOwnBarrier + consumer);
+      }
       release();
       continue;
     }
@@ -74,13 +79,15 @@ __device__ __forceinline__ void run_consumer(const GemmParams& p, SharedStorage<
     } else {
       store_finished<Tile>(p, item, first, acc, s.bias[consumer], staging);
     }
-    if (p.hooks.doorbell.counters != nullptr) ring_doorbells(p, item, Tile::kBM, staging.lane);
+    if (p.hooks.doorbell.counters != nullptr)
+      ring_doorbells(p, item, Tile::kBM, kBellUnits<Tile>, staging.lane);
     release();
   }
 }
 
 template <class Tile, Element kElement, Major kMajorA, Major kMajorB>
-__global__ void __launch_bounds__(kThreads, 1) streamk_gemm_kernel(const __grid_constant__ GemmParams p) {
+__global__ void __launch_bounds__(Tile::kThreads, 1)
+    streamk_gemm_kernel(const __grid_constant__ GemmParams p) {
   extern __shared__ __align__(1024) unsigned char dynamic_shared[];
   auto& s = *reinterpret_cast<SharedStorage<Tile>*>(dynamic_shared);
 
@@ -123,7 +130,7 @@ template <class Tile, Element kElement, Major kMajorA, Major kMajorB>
 KernelInfo describe() {
   static_assert(sizeof(SharedStorage<Tile>) <= kSharedLimit, "A CTA has 227 KiB of shared memory.");
   return {reinterpret_cast<const void*>(&streamk_gemm_kernel<Tile, kElement, kMajorA, kMajorB>),
-          sizeof(SharedStorage<Tile>)};
+          sizeof(SharedStorage<Tile>), Tile::kThreads};
 }
 
 template <class Tile, Element kElement>

@@ -11,6 +11,7 @@ namespace tpk::sm90a {
 struct KernelInfo {
   const void* function;  // for cudaLaunchKernelExC; its argument is one GemmParams
   size_t shared_bytes;   // dynamic
+  int threads;           // of a CTA
 };
 
 // Defined in kernel.cuh, instantiated in gemm_*.cu.

@@ -14,9 +14,9 @@ namespace tpk::sm90a {
 template <Major kMajor, int kExtent>
 struct OperandLoader {
   // sharers: CTAs of the cluster that need the same extent, a bit for each, or 0: this one loads half `part`
-  // of it. [first_box, ...): the extent's start in `map`, for gated B in two maps, half of the extent each.
+  // of it. [outer, ...): the extent's start in `map`, for gated B in two maps, half of the extent each.
   static __device__ __forceinline__ void load(const CUtensorMap* map, const CUtensorMap* second_map,
-                                              uint64_t* barrier, unsigned char* to, int outer, int k,
+                                              const LoadBarrier& barrier, unsigned char* to, int outer, int k,
                                               int batch, int part, uint16_t sharers) {
     const bool is_shared = sharers != 0;
     if constexpr (kMajor == Major::kK) {
@@ -24,13 +24,13 @@ struct OperandLoader {
         // Half of the rows from each CTA; gated: the half of its own map.
         const bool second = second_map != nullptr && part == 1;
         const int row = second_map != nullptr ? outer : outer + part * (kExtent / 2);
-        multicast(second ? second_map : map, sharers, barrier, to + part * (kExtent / 2) * kSwizzleBytes, k,
-                  row, batch);
+        tensor_load_multicast(to + part * (kExtent / 2) * kSwizzleBytes, second ? second_map : map, k, row,
+                              batch, barrier, sharers);
       } else if (second_map != nullptr) {
-        single(map, barrier, to, k, outer, batch);
-        single(second_map, barrier, to + kExtent / 2 * kSwizzleBytes, k, outer, batch);
+        tensor_load(to, map, k, outer, batch, barrier);
+        tensor_load(to + kExtent / 2 * kSwizzleBytes, second_map, k, outer, batch, barrier);
       } else {
-        single(map, barrier, to, k, outer, batch);
+        tensor_load(to, map, k, outer, batch, barrier);
       }
     } else {
       constexpr int kBoxes = kExtent / kChunkOuter;
@@ -41,25 +41,13 @@ struct OperandLoader {
         const CUtensorMap* from = second ? second_map : map;
         const int column = outer + (second ? i - kBoxes / 2 : i) * kChunkOuter;
         if (is_shared) {  // half of K from each CTA
-          multicast(from, sharers, barrier, to + i * kBoxBytes + part * (kBoxBytes / 2), column,
-                    k + part * (kBK / 2), batch);
+          tensor_load_multicast(to + i * kBoxBytes + part * (kBoxBytes / 2), from, column,
+                                k + part * (kBK / 2), batch, barrier, sharers);
         } else {
-          single(from, barrier, to + i * kBoxBytes, column, k, batch);
+          tensor_load(to + i * kBoxBytes, from, column, k, batch, barrier);
         }
       }
     }
-  }
-
- private:
-  static constexpr uint64_t kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
-  static __device__ __forceinline__ void single(const CUtensorMap* map, uint64_t* barrier, unsigned char* to,
-                                                int x, int y, int z) {
-    cute::SM90_TMA_LOAD_3D::copy(map, barrier, kHint, to, x, y, z);
-  }
-  static __device__ __forceinline__ void multicast(const CUtensorMap* map, uint16_t sharers,
-                                                   uint64_t* barrier, unsigned char* to, int x, int y,
-                                                   int z) {
-    cute::SM90_TMA_LOAD_MULTICAST_3D::copy(map, barrier, sharers, kHint, to, x, y, z);
   }
 };
 
@@ -94,6 +82,7 @@ __device__ __forceinline__ void run_loader(const GemmParams& p, SharedStorage<Ti
   prefetch_map(&p.map_a);
   prefetch_map(first_b);
   wait_for_earlier_kernels();
+  if (p.shares > 0 && at.rank == 0) comm::take_ticket(p.ticket);  // one more cluster has started
   while (true) {
     const WorkItem item = items.next();  // a copy
     items.release(true);
@@ -113,11 +102,10 @@ __device__ __forceinline__ void run_loader(const GemmParams& p, SharedStorage<Ti
       s.empty_barrier(stage.index).wait(stage.phase ^ 1);
       LoadBarrier& full = s.full_barrier(stage.index);
       full.arrive_and_expect_tx(Tile::kStageBytes);
-      auto* barrier = reinterpret_cast<uint64_t*>(&full);
       auto& to = s.stages[stage.index];
-      OperandLoader<kMajorA, Tile::kBM>::load(&p.map_a, nullptr, barrier, to.a, item.m, k, batch_a, at.n,
+      OperandLoader<kMajorA, Tile::kBM>::load(&p.map_a, nullptr, full, to.a, item.m, k, batch_a, at.n,
                                               share_a);
-      OperandLoader<kMajorB, Tile::kBN>::load(first_b, second_b, barrier, to.b, item.n, k, batch_b, at.m,
+      OperandLoader<kMajorB, Tile::kBN>::load(first_b, second_b, full, to.b, item.n, k, batch_b, at.m,
                                               share_b);
       stage.advance();
     }

@@ -10,6 +10,7 @@
 #include "kernels/gemm_hooks.hpp"
 #include "kernels/sm90a/config.hpp"
 #include "kernels/sm90a/fault.hpp"
+#include "kernels/sm90a/work.hpp"
 
 namespace tpk::sm90a {
 
@@ -19,7 +20,7 @@ struct Output {
   int64_t batch_stride = 0;
   int64_t row_stride = 0;
   int64_t col_stride = 0;
-  bool aligned = false;  // rows are stored 16 bytes at a time; otherwise element by element
+  bool aligned = false;  // rows are stored in whole 16 bytes; otherwise element by element
 };
 
 struct GemmParams {
@@ -35,7 +36,8 @@ struct GemmParams {
   int32_t cluster_m = 1;
   int32_t cluster_n = 1;
   bool gated = false;   // the first half of a tile's columns is A * gate, the second A * B
-  bool plain = true;    // out = A * B and nothing else, in whole chunks of 16 bytes
+  bool plain = true;    // out = A * B, or out += A * B, and nothing else, in whole chunks of 16 bytes
+  bool fast = false;    // out in whole lines, no preact, no peers, and nothing late but a staged residual
   bool reduce = false;  // fp32: out += where it lies
   ScalarKind out_kind = ScalarKind::kBf16;  // of preact too
   ScalarKind bias_kind = ScalarKind::kBf16;
@@ -46,22 +48,29 @@ struct GemmParams {
   Output out;
   Output preact;
   const void* bias = nullptr;
-  int64_t bias_stride = 0;  // bytes
-  int32_t num_late = 0;     // added after the activation: the residual, and out where it cannot be added to
+  int64_t bias_stride = 0;   // bytes
+  int32_t num_late = 0;      // added after the activation: the residual, and out where it cannot be added to
+  bool late_staged = false;  // the first of them is loaded in lines
   Addend late[2];
 
-  uint32_t* ticket = nullptr;    // null where no tile is split: workers are then dealt out by cluster number
-  uint32_t* flags = nullptr;     // kFlagsPerCta words per slot and CTA of a cluster, zero before the launch
+  // Above 0: fix-up is divided, each of so many workers finishes a share of a split tile. Workers are dealt
+  // out by cluster number then, and `ticket` counts the clusters that have started.
+  int32_t shares = 0;
+  uint32_t clusters_started = 0;  // when all have
+  uint32_t* ticket = nullptr;     // null where no tile is split: workers are then dealt out by cluster number
+  uint32_t* flags = nullptr;     // a word per slot and part, or, with shares, 64 bits per tile and part. Zero
+                                 // before the launch
   float* partials = nullptr;     // slots of a cluster's tile, in fragment order
   uint64_t timeout_ns = 0;       // bound of every wait for another CTA or rank
   FaultRecord* fault = nullptr;  // in host memory
 
   TileOrder order;
   Schedule schedule;
+  Opening opening;
   GemmHooks hooks;
 };
 
 // Launches carry up to 32,764 bytes since CUDA 12.1, on sm_70 and later.
-static_assert(sizeof(GemmParams) <= 8192, "Kernel parameters should stay small.");
+static_assert(sizeof(GemmParams) <= 12288, "Kernel parameters should stay small.");
 
 }  // namespace tpk::sm90a

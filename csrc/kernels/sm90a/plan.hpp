@@ -52,13 +52,13 @@ inline bool is_tile_name(std::string_view text) {
 
 // The plan that the arguments name; predicted_us is infinite where no cluster of this shape fits.
 inline GemmPlan make_gemm_plan(const Problem& p, TileId tile, int cluster_index, ScheduleKind kind,
-                               int64_t workers, int64_t splits, bool gated, bool finishes,
+                               int64_t workers, int64_t splits, const Demands& demands,
                                const Residency& residency) {
   GemmPlan g;
   g.tile = tile;
   g.cluster = kClusterShapes[cluster_index];
   TileShape shape = cluster_tile(tile, g.cluster);
-  if (gated) shape.bn /= 2;
+  if (demands.gated) shape.bn /= 2;
   ScheduleOptions o;
   const int64_t resident = residency.clusters[static_cast<int>(tile)][cluster_index];
   o.workers = workers > 0 ? workers : max64(1, resident);
@@ -73,16 +73,15 @@ inline GemmPlan make_gemm_plan(const Problem& p, TileId tile, int cluster_index,
                   : kind == ScheduleKind::kSplitK && s.num_slots > 0 ? s.workers / g.plan.order.size()
                                                                      : 1;
   g.plan.predicted_us =
-      predict_us(p, s, tile, g.cluster, min64(max64(1, resident), s.workers), finishes, kCostHopper);
+      predict_us(p, s, tile, g.cluster, min64(max64(1, resident), s.workers), demands, kCostHopper);
   return g;
 }
 
 // The best plan of every tile and cluster that `tile` allows ("" allows all), cheapest first. schedule: a
 // name of host/schedule_builder.hpp or "auto". workers: tickets that run at once, 0 for as many as fit.
-// finishes: the epilogue does more than round, which pingpong tiles hide. Throws std::invalid_argument with a
-// sentence where an argument makes no sense.
+// Throws std::invalid_argument with a sentence where an argument makes no sense.
 inline std::vector<GemmPlan> candidates(const Problem& p, std::string_view schedule, int64_t workers,
-                                        int64_t splits, std::string_view tile, bool gated, bool finishes,
+                                        int64_t splits, std::string_view tile, const Demands& demands,
                                         const Residency& residency) {
   std::vector<GemmPlan> found;
   bool named = false;
@@ -92,18 +91,18 @@ inline std::vector<GemmPlan> candidates(const Problem& p, std::string_view sched
       const std::string full = name(id, kClusterShapes[c]);
       if (!tile.empty() && tile != full && tile != std::string_view(full).substr(0, full.find('/'))) continue;
       named = true;
-      if (gated && !takes_gate(id)) continue;
+      if (demands.gated && !takes_gate(id)) continue;
       if (residency.clusters[t][c] < 1) continue;
       std::optional<GemmPlan> best;
       const auto consider = [&](ScheduleKind kind, int64_t n) {
-        const GemmPlan plan = make_gemm_plan(p, id, c, kind, workers, n, gated, finishes, residency);
+        const GemmPlan plan = make_gemm_plan(p, id, c, kind, workers, n, demands, residency);
         if (!best || plan.plan.predicted_us < best->plan.predicted_us) best = plan;
       };
       if (schedule != "auto") {
         consider(parse_schedule_kind(schedule), splits);
       } else {
         consider(ScheduleKind::kDataParallel, 1);
-        for (const int64_t n : {1, 2, 3, 4, 5, 6, 7, 8}) consider(ScheduleKind::kHybridAligned, n);
+        for (const int64_t n : {1, 2, 3, 4, 5, 6, 7, 8, 11}) consider(ScheduleKind::kHybridAligned, n);
       }
       found.push_back(*best);
     }
@@ -112,7 +111,7 @@ inline std::vector<GemmPlan> candidates(const Problem& p, std::string_view sched
     return a.plan.predicted_us < b.plan.predicted_us;
   });
   if (!found.empty()) return found;
-  if (named && gated) {
+  if (named && demands.gated) {
     throw std::invalid_argument(
         "tile '" + std::string(tile) +
         "' takes no gate: its columns cannot be halved; use 128x256x64, 256x128x64 or "
@@ -132,8 +131,8 @@ inline std::vector<GemmPlan> candidates(const Problem& p, std::string_view sched
 }
 
 inline GemmPlan plan_gemm(const Problem& p, std::string_view schedule, int64_t workers, int64_t splits,
-                          std::string_view tile, bool gated, bool finishes, const Residency& residency) {
-  return candidates(p, schedule, workers, splits, tile, gated, finishes, residency).front();
+                          std::string_view tile, const Demands& demands, const Residency& residency) {
+  return candidates(p, schedule, workers, splits, tile, demands, residency).front();
 }
 
 }  // namespace tpk::sm90a

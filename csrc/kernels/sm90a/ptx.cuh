@@ -11,7 +11,6 @@
 #include <cutlass/arch/reg_reconfig.h>
 #include <cute/arch/cluster_sm90.hpp>
 #include <cute/arch/copy_sm90.hpp>
-#include <cute/arch/copy_sm90_tma.hpp>
 #include <cute/arch/mma_sm90_gmma.hpp>
 
 #include "kernels/sm90a/config.hpp"
@@ -81,6 +80,25 @@ __device__ __forceinline__ void store_remote(const uint32_t* word, uint32_t valu
       : "memory");
 }
 
+// A box of a tensor to shared memory, of this CTA or at the same place of all CTAs in `to_ctas`; completes
+// its bytes of the barrier (of each). Without a cache hint.
+__device__ __forceinline__ void tensor_load(void* to, const CUtensorMap* map, int x, int y, int z,
+                                            const LoadBarrier& barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], "
+      "[%2];" ::"r"(shared_address(to)),
+      "l"(map), "r"(shared_address(&barrier)), "r"(x), "r"(y), "r"(z)
+      : "memory");
+}
+__device__ __forceinline__ void tensor_load_multicast(void* to, const CUtensorMap* map, int x, int y, int z,
+                                                      const LoadBarrier& barrier, uint16_t to_ctas) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+      "[%1, {%3, %4, %5}], [%2], %6;" ::"r"(shared_address(to)),
+      "l"(map), "r"(shared_address(&barrier)), "r"(x), "r"(y), "r"(z), "h"(to_ctas)
+      : "memory");
+}
+
 // `bytes` contiguous bytes (a multiple of 16, as both addresses) from global to shared memory; completes as
 // many of the barrier.
 __device__ __forceinline__ void bulk_load(void* to, const void* from, uint32_t bytes,
@@ -97,6 +115,13 @@ __device__ __forceinline__ void store_matrix_x4(uint32_t address, uint32_t a, ui
                                                 uint32_t d) {
   asm volatile("stmatrix.sync.aligned.x4.m8n8.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a),
                "r"(b), "r"(c), "r"(d)
+               : "memory");
+}
+
+__device__ __forceinline__ void load_matrix_x4(uint32_t address, uint32_t (&x)[4]) {
+  asm volatile("ldmatrix.sync.aligned.x4.m8n8.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(address)
                : "memory");
 }
 

@@ -6,21 +6,21 @@
 #include "comm/flags.cuh"
 #include "kernels/sm90a/params.hpp"
 #include "kernels/sm90a/shared.cuh"
+#include "kernels/sm90a/work.hpp"
 
 namespace tpk::sm90a {
 
 template <class Tile>
-__device__ __forceinline__ WorkItem make_item(const GemmParams& p, const Segment& s, const ClusterPlace& at) {
-  const TileCoord tile = p.order.at(s.position);
+__device__ __forceinline__ WorkItem make_item(const GemmParams& p, const Work& w, const ClusterPlace& at) {
   WorkItem item;
-  item.m = static_cast<int32_t>((tile.m * p.cluster_m + at.m) * Tile::kBM);
-  item.n = static_cast<int32_t>((tile.n * p.cluster_n + at.n) * (p.gated ? Tile::kBN / 2 : Tile::kBN));
-  item.batch = static_cast<int32_t>(tile.batch);
-  item.k = static_cast<int32_t>(s.k_begin * kBK);
-  item.iters = static_cast<int32_t>(s.k_end - s.k_begin);
-  item.slot = static_cast<int32_t>(s.slot);
-  item.first_slot = static_cast<int32_t>(s.first_slot);
-  item.end_slot = static_cast<int32_t>(s.end_slot);
+  item.m = (w.tile_m * p.cluster_m + at.m) * Tile::kBM;
+  item.n = (w.tile_n * p.cluster_n + at.n) * (p.gated ? Tile::kBN / 2 : Tile::kBN);
+  item.batch = w.batch;
+  item.k = w.k_begin * kBK;
+  item.iters = w.iters;
+  item.slot = w.slot;
+  item.first_slot = w.first_slot;
+  item.end_slot = w.end_slot;
   return item;
 }
 
@@ -37,7 +37,7 @@ struct TicketSource {
       : p(params), s(shared), at(place), next_static(blockIdx.x / place.size) {}
 
   __device__ int64_t next() {
-    if (p.ticket == nullptr) {
+    if (p.ticket == nullptr || p.shares > 0) {
       const int64_t worker = next_static;
       next_static += gridDim.x / at.size;
       return worker;
@@ -67,7 +67,6 @@ __device__ __forceinline__ void run_scheduler(const GemmParams& p, SharedStorage
   RingPosition<kItems> ring;
   RingPosition<Tile::kStages> stage;
   TicketSource<Tile> tickets(p, s, at);
-  if (p.ticket != nullptr) wait_for_earlier_kernels();
   const auto push = [&](WorkItem item) {
     item.stage = stage.index;
     item.phase = stage.phase;
@@ -77,12 +76,18 @@ __device__ __forceinline__ void run_scheduler(const GemmParams& p, SharedStorage
     s.item_full_barrier(ring.index).arrive();
     ring.advance();
   };
+  if (p.ticket != nullptr && p.shares == 0) wait_for_earlier_kernels();
   while (true) {
     const int64_t worker = tickets.next();
     if (worker >= p.schedule.workers) break;
+    bool is_out = worker < p.opening.count && p.opening.work[worker].iters > 0;
+    if (is_out) push(make_item<Tile>(p, p.opening.work[worker], at));
     SegmentCursor cursor(p.schedule, worker);
     Segment segment;
-    while (cursor.next(&segment)) push(make_item<Tile>(p, segment, at));
+#pragma unroll 1
+    for (; cursor.next(&segment); is_out = false) {
+      if (!is_out) push(make_item<Tile>(p, describe_work(p.schedule, p.order, p.shares, segment), at));
+    }
   }
   WorkItem end{};
   push(end);

@@ -33,10 +33,10 @@ struct alignas(1024) SharedStorage {
     unsigned char b[Tile::kBytesB];
   };
   Stage stages[Tile::kStages];
-  unsigned char staging[kConsumers * 4][kStagingBytes];  // per consumer warp
-  float bias[kConsumers][Tile::kBN];                     // of the tile that each warpgroup works on
-  uint64_t full[Tile::kStages];                          // loaded by TMA, of this CTA and its cluster peer
-  uint64_t empty[Tile::kStages];                         // released by the consumers that multicast reaches
+  unsigned char staging[Tile::kConsumers * 4][kStagingBytes];  // per consumer warp
+  float bias[Tile::kConsumers][Tile::kBN];                     // of the tile that each warpgroup works on
+  uint64_t full[Tile::kStages];   // loaded by TMA, of this CTA and its cluster peer
+  uint64_t empty[Tile::kStages];  // released by the consumers that multicast reaches
   uint64_t item_full[kItems];
   uint64_t item_empty[kItems];
   uint64_t ticket_full;
@@ -44,6 +44,8 @@ struct alignas(1024) SharedStorage {
   WorkItem items[kItems];
   uint32_t release_to[32];  // whom lanes tell of a stage that was read: barriers of stage 0, 0 for nobody
   uint32_t ticket;
+  uint32_t fixup_waits[Tile::kConsumers];   // divided.cuh: the warpgroup finishes its share itself
+  uint64_t fixup_before[Tile::kConsumers];  // who had written a partial of its tile before it
 
   __device__ LoadBarrier& full_barrier(int i) { return *reinterpret_cast<LoadBarrier*>(&full[i]); }
   __device__ Barrier& empty_barrier(int i) { return *reinterpret_cast<Barrier*>(&empty[i]); }
@@ -80,7 +82,7 @@ template <class Tile>
 constexpr int kChunks = Tile::kAccumulators / kChunkValues;
 // Parts of a partial: one for every warpgroup that works on the tile, of every CTA of the cluster.
 template <class Tile>
-constexpr int kPartsPerCta = Tile::kPingpong ? 1 : kConsumers;
+constexpr int kPartsPerCta = Tile::kPingpong ? 1 : Tile::kConsumers;
 template <class Tile>
 constexpr int kChunksPerStage = Tile::kStageBytes / (kPartsPerCta<Tile> * kChunkBytes);
 // Stages that adding so many partials takes.
@@ -111,14 +113,14 @@ struct ClusterPlace {
 template <class Tile>
 __device__ __forceinline__ void init_barriers(SharedStorage<Tile>& s, const ClusterPlace& at) {
   // Consumer warps that read one stage: of both warpgroups, or in turn of one.
-  constexpr uint32_t kReaders = Tile::kPingpong ? 4 : 4 * kConsumers;
+  constexpr uint32_t kReaders = Tile::kPingpong ? 4 : 4 * Tile::kConsumers;
   for (int i = 0; i < Tile::kStages; ++i) {
     s.full_barrier(i).init(1);
     s.empty_barrier(i).init(kReaders * at.sharers());
   }
   for (int i = 0; i < kItems; ++i) {
     s.item_full_barrier(i).init(1);
-    s.item_empty_barrier(i).init(1 + 4 * kConsumers);  // the loading thread and every consumer warp
+    s.item_empty_barrier(i).init(1 + 4 * Tile::kConsumers);  // the loading thread and every consumer warp
   }
   s.ticket_full_barrier().init(1);
   s.ticket_empty_barrier().init(at.size > 1 ? at.size - 1 : 1);
