@@ -111,7 +111,9 @@ def test_a_single_multiprocessor_has_no_clusters() -> None:
 
 @pytest.mark.parametrize("schedule", ["auto", "data_parallel"])
 def test_predicted_time_grows_with_the_product(schedule: str) -> None:
-    """Not so where cutting is asked for by name: a larger product may have full waves, which need no cut."""
+    """To a hundredth: a longer K can be cut into more pieces. Not so where cutting is asked for by name: a larger
+    product may have full waves, which need no cut.
+    """
     for sms, dim in itertools.product((2, 60, 132), range(3)):
         for base in ([256, 256, 512], [1024, 1024, 1024]):
             times = []
@@ -119,7 +121,7 @@ def test_predicted_time_grows_with_the_product(schedule: str) -> None:
                 shape = list(base)
                 shape[dim] <<= doubled
                 times.append(plan(*shape, sms=sms, schedule=schedule)[2])
-            assert all(now <= then for now, then in itertools.pairwise(times)), (sms, dim, base, times)
+            assert all(now <= 1.01 * then for now, then in itertools.pairwise(times)), (sms, dim, base, times)
             assert times[0] < times[-1]
 
 

@@ -167,8 +167,12 @@ def test_explain_knows_what_follows(monkeypatch):
         return explanation, (asked[-1].gated, asked[-1].finishes)
 
     assert follows()[1] == follows(alpha=2.0)[1] == follows(activation="none")[1] == (False, False)
-    for options in (dict(bias=b[0]), dict(residual=x), dict(activation="relu"), dict(accumulate_into=x)):
+    for options in (dict(bias=b[0]), dict(residual=x), dict(activation="relu"), dict(accumulate_into=x.bfloat16())):
         assert follows(**options)[1] == (False, True)
+    assert follows(accumulate_into=x)[1] == (False, False)  # float32: summed where it is stored
+    assert not asked[-1].outer_major
+    follows(a=torch.randn(300, 200).t())
+    assert asked[-1].outer_major and not asked[-2].outer_major
     gated, what = follows(gate=b, activation="silu", residual=x)
     assert what == (True, True) and asked[-1][:4] == (1, 600, 100, 300)
     assert "K=300 float32 gated" in str(gated) and "cuBLAS, two products, a rough estimate" in str(gated)

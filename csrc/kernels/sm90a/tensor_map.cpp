@@ -49,9 +49,10 @@ CUtensorMap encode_tensor_map(const TensorView& t, ScalarKind kind, uint32_t box
   const cuuint32_t steps[] = {1, 1, 1};
   // Fetching 256 bytes for each row of a box helps where K is long and M small (4 % at 128x7168x16384), but
   // costs a sixth at 3000x1536x9000, whose rows start anywhere in a line.
-  const bool in_lines =
-      (reinterpret_cast<uintptr_t>(t.data) | t.outer_stride | t.batch_stride) % kSwizzleBytes == 0;
-  const auto promotion = in_lines ? CU_TENSOR_MAP_L2_PROMOTION_L2_256B : CU_TENSOR_MAP_L2_PROMOTION_NONE;
+  const auto in_lines = [](int64_t bytes) { return bytes % kSwizzleBytes == 0; };
+  const bool whole = in_lines(reinterpret_cast<int64_t>(t.data)) &&
+                     (t.outer <= 1 || in_lines(t.outer_stride)) && (t.batch <= 1 || in_lines(t.batch_stride));
+  const auto promotion = whole ? CU_TENSOR_MAP_L2_PROMOTION_L2_256B : CU_TENSOR_MAP_L2_PROMOTION_NONE;
   const CUresult result =
       encode(&map, data_type(kind), 3, t.data, extents, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
              CU_TENSOR_MAP_SWIZZLE_128B, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
