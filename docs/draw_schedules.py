@@ -104,7 +104,8 @@ def draw_bars(axes: Any, rows: Any, tiles: int, end: float, theme: str, gap: flo
         low, high = y + gap, y + 1 - gap
         for bar in row:
             by_look.setdefault((bar.tile, bar.split), []).append((bar.start, bar.products_end, low, high))
-            lost["wait"].append((bar.products_end, bar.wait_end, low, high))
+            lost["fixup"].append((bar.products_end, bar.write_end, low, high))
+            lost["wait"].append((bar.write_end, bar.wait_end, low, high))
             lost["fixup"].append((bar.wait_end, bar.fixup_end, low, high))
             lost["epilogue"].append((bar.fixup_end, bar.end, low, high))
         lost["idle"].append((row[-1].end if row else 0, end, y, y + 1))
@@ -165,6 +166,12 @@ def draw_timeline(kind: str, theme: str, path: Path) -> None:
         save(figure, kind, path)
 
 
+def add_arrow(axes: Any, start: tuple[float, float], end: tuple[float, float], colour: str) -> None:
+    """A partial, from where it is written to where it is added."""
+    axes.add_patch(FancyArrowPatch(start, end, arrowstyle="-|>", mutation_scale=8, linewidth=1.1, color=colour,
+                                   connectionstyle="arc3,rad=0", shrinkA=0, shrinkB=0, zorder=5))  # fmt: skip
+
+
 def draw_zoom(theme: str, path: Path) -> None:
     """A few clusters of the hybrid, with every partial and where it goes."""
     colours, line = COLOURS[theme], made.timeline("hybrid_first")
@@ -184,19 +191,46 @@ def draw_zoom(theme: str, path: Path) -> None:
                     axes.text((bar.start + bar.products_end) / 2, y + 0.5, text, ha="center", va="center", fontsize=7.5,
                               color="#0d1117" if bar.split else colours["text"],
                               rotation=0 if length > 20 else 90)  # fmt: skip
-                if not bar.finishes:
-                    partials[bar.tile] = (bar.fixup_end, y)
+                if bar.writes:
+                    partials[bar.tile] = (bar.write_end, y)
                 elif bar.split and bar.tile in partials:
                     x, source = partials[bar.tile]
-                    axes.add_patch(FancyArrowPatch(
-                        (x, source + 0.87), (bar.wait_end, y + 0.13), arrowstyle="-|>", mutation_scale=8, linewidth=1.1,
-                        color=colours["fixup"], connectionstyle="arc3,rad=0", shrinkA=0, shrinkB=0, zorder=5,
-                    ))  # fmt: skip
+                    add_arrow(axes, (x, source + 0.87), (bar.wait_end, y + 0.13), colours["fixup"])
         axes.set_facecolor("none")
         axes.set(xlim=(0, line.end), ylim=(len(rows), 0), ylabel="ticket", xlabel="time, in iterations")
         axes.set_yticks([y + 0.5 for y in range(len(rows))], [str(y) for y in range(len(rows))])
         finish_axes(axes, colours)
         save(figure, "zoom", path)
+
+
+def draw_divided(theme: str, path: Path) -> None:
+    """One split tile whose clusters finish it together, and what one of them adds."""
+    colours, bars = COLOURS[theme], made.first_split()
+    tiles, end = len(made.plan("hybrid_aligned").order), max(bar.end for bar in bars)
+    middle = len(bars) // 2
+    with style():
+        figure, axes = plt.subplots(figsize=(8.6, 2.9))
+        figure.subplots_adjust(left=0.085, right=0.985, top=0.88, bottom=0.165)
+        draw_bars(axes, [[bar] for bar in bars], tiles, end, theme, 0.13)
+        for y, bar in enumerate(bars):
+            axes.text((bar.start + bar.products_end) / 2, y + 0.5, f"tile {bar.tile}\nK {bar.k_begin}–{bar.k_end}",
+                      ha="center", va="center", fontsize=7.5, color="#0d1117")  # fmt: skip
+            axes.text((bar.wait_end + bar.fixup_end) / 2, y + 0.5, f"adds 1/{len(bars)}", ha="center", va="center",
+                      fontsize=7, color=colours["line"], zorder=6)  # fmt: skip
+            if y != middle:
+                edge = -0.37 if y > middle else 0.37  # the side that faces the other
+                add_arrow(axes, (bar.write_end, y + 0.5 + edge), (bars[middle].wait_end, middle + 0.5 - edge),
+                          colours["fixup"])  # fmt: skip
+        axes.set_facecolor("none")
+        axes.set(xlim=(min(bar.start for bar in bars), end), ylim=(len(bars), 0), ylabel="cluster",
+                 xlabel="time, in iterations")  # fmt: skip
+        axes.set_yticks([y + 0.5 for y in range(len(bars))], [str(bar.ticket) for bar in bars])
+        finish_axes(axes, colours)
+        patches = legend_patches(colours, theme, tiles, True)
+        figure.legend(handles=patches[1:4] + patches[5:], loc="upper left", ncols=6, frameon=False,
+                      bbox_to_anchor=(axes.get_position().x0 - 0.008, 1.0), labelcolor=colours["soft"], fontsize=8,
+                      handlelength=1.4, columnspacing=1.4, borderpad=0.3)  # fmt: skip
+        save(figure, "divided", path)
 
 
 def draw_order(theme: str, path: Path) -> None:

@@ -12,7 +12,8 @@ import hashlib
 import heapq
 import json
 import re
-from dataclasses import dataclass
+from collections import defaultdict, deque
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -33,12 +34,12 @@ MULTIPROCESSORS = 132
 # Kind -> what its picture shows, in the caption before the numbers.
 KINDS = {
     "data_parallel": "Data-parallel: whole tiles, one wave after another.",
-    "split_k": "Split-K: every tile in {splits} runs of K (the best of 2 to 8), one ticket each.",
+    "split_k": "Split-K: every tile in {splits} runs of K (the best of 2 to 8), one worker each.",
     "stream_k": "Textbook Stream-K: all tiles end to end, cut into equal shares.",
     "hybrid_first": "Hybrid, streamed first: the remainder and one wave are cut, then whole tiles.",
     "hybrid_last": "Remainder last: a wave of whole tiles, then the same cut.",
+    "hybrid_aligned": "Remainder last, at few depths: all whole waves, then every tile left in equal runs of K.",
 }
-IN_TABLE = (*KINDS, "hybrid_aligned")  # on this product the same cut as hybrid_last, so it has no picture
 MEASURED = ((M, N, K), (2048, 5120, 8192), (8192, 8192, 8192))
 
 
@@ -51,12 +52,14 @@ class Bar:
     k_begin: int
     k_end: int
     split: bool
-    finishes: bool
+    writes: bool  # a partial
+    finishes: float  # how much of the tile, up to 1
     start: float
     products_end: float
+    write_end: float  # until here it writes its partial
     wait_end: float  # until here it waits for the partials of others
-    fixup_end: float  # until here it adds them, or writes its own
-    end: float  # after the epilogue, if it finishes the tile
+    fixup_end: float  # until here it adds partials
+    end: float  # after the epilogue of what it finishes
 
 
 @dataclass(frozen=True)
@@ -80,8 +83,15 @@ def costs() -> dict[str, float]:
     """In microseconds, of a cluster with this tile."""
     c = _host.hopper_cost()
     names = {"iter": f"iter_us {TILE}/{CLUSTER}", "epilogue": f"epilogue_us {TILE}", "publish": "publish_us",
-             "add": "add_us", "launch": "launch_us", "split_launch": "split_launch_us"}  # fmt: skip
+             "add": "add_us", "exchange": "exchange_us", "launch": "launch_us", "split_launch": "split_launch_us",
+             "divided_launch": "divided_us"}  # fmt: skip
     return {short: c[name] for short, name in names.items()}
+
+
+def in_iterations(*names: str) -> list[float]:
+    """Costs as the pictures count time."""
+    c = costs()
+    return [c[name] / c["iter"] for name in names]
 
 
 @cache
@@ -98,27 +108,74 @@ def clusters() -> int:
 
 
 def simulate(kind: str, splits: int = 1) -> Timeline:
-    """When each cluster does what. Tickets in order are enough: a finisher waits for lower ones only."""
-    s, c = plan(kind, splits).schedule, costs()
-    epilogue, publish, add = (c[name] / c["iter"] for name in ("epilogue", "publish", "add"))
+    """When each cluster does what."""
+    s = plan(kind, splits).schedule
+    return Timeline(kind, splits, divided_rows(s) if s.divided_shares else rows_of_finishers(s))
+
+
+def rows_of_finishers(s: Any) -> list[list[Bar]]:
+    """One worker finishes a split tile. Tickets in order are enough: it waits for lower ones only."""
+    epilogue, publish, add = in_iterations("epilogue", "publish", "add")
     rows: list[list[Bar]] = [[] for _ in range(clusters())]
     free = [(0.0, row) for row in range(len(rows))]
     published: dict[int, float] = {}
     for ticket in range(s.workers):
         now, row = heapq.heappop(free)
         for x in s.segments(ticket):
-            products_end = wait_end = now + x.k_end - x.k_begin
-            slots = range(x.first_slot, x.end_slot) if x.finishes and x.is_split else range(0)
-            wait_end = max([products_end, *(published[slot] for slot in slots)])
-            fixup_end = wait_end + (add * len(slots) if x.finishes else publish)
+            products_end = now + x.k_end - x.k_begin
+            write_end = products_end + (0 if x.finishes else publish)
             if not x.finishes:
-                published[x.slot] = fixup_end
+                published[x.slot] = write_end
+            slots = range(x.first_slot, x.end_slot) if x.finishes and x.is_split else range(0)
+            wait_end = max([write_end, *(published[slot] for slot in slots)])
+            fixup_end = wait_end + add * len(slots)
             end = fixup_end + (epilogue if x.finishes else 0)
-            rows[row].append(Bar(ticket, x.position, x.k_begin, x.k_end, x.is_split, x.finishes, now,
-                                 products_end, wait_end, fixup_end, end))  # fmt: skip
+            rows[row].append(Bar(ticket, x.position, x.k_begin, x.k_end, x.is_split, not x.finishes, float(x.finishes),
+                                 now, products_end, write_end, wait_end, fixup_end, end))  # fmt: skip
             now = end
         heapq.heappush(free, (now, row))
-    return Timeline(kind, splits, rows)
+    return rows
+
+
+def divided_rows(s: Any) -> list[list[Bar]]:
+    """All workers of a split tile write, and each finishes a share (csrc/kernels/sm90a/divided.cuh).
+
+    Workers are dealt out in turn. Where there are more than clusters nobody waits: all leave their shares, and the last
+    to have written takes the whole tile. The model's exchange is drawn as writing and then adding a share.
+    """
+    epilogue, publish, exchange = in_iterations("epilogue", "publish", "exchange")
+    shares, waits = s.divided_shares, s.workers <= clusters()
+    rows: list[list[Bar]] = [[] for _ in range(clusters())]
+    todo = [deque((w, x) for w in range(row, s.workers, clusters()) for x in s.segments(w))
+            for row in range(clusters())]  # fmt: skip
+    events: list[tuple[float, int, Bar]] = []  # what each cluster does, by the end of products and writing
+
+    def begin(row: int, start: float) -> None:
+        if not todo[row]:
+            return
+        worker, x = todo[row].popleft()
+        products_end = start + x.k_end - x.k_begin
+        now = products_end + (publish if x.is_split else 0)
+        bar = Bar(worker, x.position, x.k_begin, x.k_end, x.is_split, x.is_split, 0.0, start, products_end, now,
+                  now, now, now)  # fmt: skip
+        heapq.heappush(events, (now, row, bar))
+
+    for row in range(len(rows)):
+        begin(row, 0)
+    written: dict[int, list[tuple[int, Bar]]] = defaultdict(list)
+    while events:
+        now, row, bar = heapq.heappop(events)
+        here = written[bar.tile]
+        here.append((row, bar))
+        complete = not bar.split or len(here) == shares
+        together = bar.split and waits
+        part = (1 / shares if together else 1.0) if complete else 0.0
+        for r, b in (here if complete else []) if together else [(row, bar)]:
+            fixup_end = now + ((exchange - publish) * part * shares if b.split else 0)
+            end = fixup_end + epilogue * part
+            rows[r].append(replace(b, finishes=part, wait_end=now, fixup_end=fixup_end, end=end))
+            begin(r, end)
+    return rows
 
 
 @cache
@@ -136,7 +193,9 @@ def facts(kind: str) -> dict[str, Any]:
     work = sum(bar.k_end - bar.k_begin for bar in t.bars)
     longest = max(sum(bar.k_end - bar.k_begin for bar in row) for row in t.rows)
     split = {bar.tile for bar in t.bars if bar.split}
-    launch = c["launch"] + (c["split_launch"] if split else 0)
+    launch = c["launch"]
+    if split:
+        launch += c["divided_launch" if s.divided_shares else "split_launch"]
     return {
         "iterations": longest,
         "even": work / clusters(),
@@ -144,9 +203,9 @@ def facts(kind: str) -> dict[str, Any]:
         "multiplying": work / (t.end * clusters()),
         "tickets": s.workers,
         "split": len(split),
-        "partials": sum(not bar.finishes for bar in t.bars),
+        "partials": sum(bar.writes for bar in t.bars),
         "depths": depths(s),
-        "waits": sum(bar.wait_end - bar.products_end for bar in t.bars),
+        "waits": sum(bar.wait_end - bar.write_end for bar in t.bars),
         "end": t.end,
         "us": launch + t.end * c["iter"],
     }
@@ -174,7 +233,7 @@ def table_text() -> str:
         "| partial tiles | depths of K | model, us |",
         "| --- | --: | --: | --: | --: | --: | --: | --: |",
     ]
-    for kind in IN_TABLE:
+    for kind in KINDS:
         f = facts(kind)
         lines.append(
             f"| `{kind}` | {f['iterations']} | {f['even_share']:.0%} | {f['multiplying']:.0%} | {f['split']} "
@@ -221,9 +280,25 @@ def zoom_caption() -> str:
     )
 
 
+def first_split() -> list[Bar]:
+    """The parts of the first split tile of hybrid_aligned, in the order of K."""
+    bars = [bar for bar in timeline("hybrid_aligned").bars if bar.split]
+    first = min(bar.tile for bar in bars)
+    return sorted((bar for bar in bars if bar.tile == first), key=lambda bar: bar.k_begin)
+
+
+def divided_caption() -> str:
+    n = len(first_split())
+    return (
+        f"A split tile of hybrid_aligned, after the whole ones: its {n} clusters write their partials, then each "
+        f"finishes a share of it. Arrows: what one of them adds, 1/{n} of every partial."
+    )
+
+
 def captions() -> dict[str, str]:
     """Picture -> caption."""
-    return {**{kind: caption(kind) for kind in KINDS}, "zoom": zoom_caption(), "order": order_caption()}
+    others = {"zoom": zoom_caption(), "divided": divided_caption(), "order": order_caption()}
+    return {kind: caption(kind) for kind in KINDS} | others
 
 
 def depths(s: Any) -> int:
@@ -272,6 +347,8 @@ def digest(name: str) -> str:
         shown = [plan("data_parallel").order.at(i) for i in range(len(plan("data_parallel").order))]
     elif name == "zoom":
         shown = timeline("hybrid_first").rows[:5]
+    elif name == "divided":
+        shown = first_split()
     else:
         shown = timeline(name).rows
     return hashlib.sha256(repr((shown, captions()[name])).encode()).hexdigest()[:16]
@@ -311,6 +388,7 @@ def main() -> None:
         for kind in KINDS:
             draw_schedules.draw_timeline(kind, theme, picture_file(kind, theme))
         draw_schedules.draw_zoom(theme, picture_file("zoom", theme))
+        draw_schedules.draw_divided(theme, picture_file("divided", theme))
         draw_schedules.draw_order(theme, picture_file("order", theme))
     PAGE.write_text(page_text(PAGE.read_text()))
 

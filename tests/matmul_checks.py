@@ -98,7 +98,9 @@ def check(case: Case, rng: np.random.Generator, path: str, device: str = "cpu") 
     if path == "cublas" and device == "cuda" and case.residual == case.dtype:
         # torch.addmm adds it, which may round the product first (cuBLAS sums parts of K in bfloat16 then).
         product = np.abs(case.alpha * (given["a"] @ given["b"]))
-        size = size + torch.finfo(case.dtype).eps / torch.finfo(torch.float32).eps / (4 * math.sqrt(k)) * product
+        size = (
+            size + torch.finfo(case.dtype).eps / torch.finfo(torch.float32).eps / (4 * math.sqrt(k)) * product
+        )
     sums = torch.float32 if dtype == torch.float64 != case.dtype else dtype
     assert_close_tiles(out, torch.from_numpy(want), sums, k=k, magnitude=torch.from_numpy(size), slack=1.25)
 

@@ -167,7 +167,12 @@ def test_explain_knows_what_follows(monkeypatch):
         return explanation, (asked[-1].gated, asked[-1].finishes)
 
     assert follows()[1] == follows(alpha=2.0)[1] == follows(activation="none")[1] == (False, False)
-    for options in (dict(bias=b[0]), dict(residual=x), dict(activation="relu"), dict(accumulate_into=x.bfloat16())):
+    for options in (
+        dict(bias=b[0]),
+        dict(residual=x),
+        dict(activation="relu"),
+        dict(accumulate_into=x.bfloat16()),
+    ):
         assert follows(**options)[1] == (False, True)
     assert follows(accumulate_into=x)[1] == (False, False)  # float32: summed where it is stored
     assert not asked[-1].outer_major
