@@ -186,7 +186,7 @@ def test_tables_are_complete() -> None:
 def test_sanitizer_cases_on_the_cpu(tile: str, generator: torch.Generator) -> None:
     """The script's references and views; its tiles are another kernel's."""
     found = list(sanitize.cases(tile, generator))
-    assert len(found) == 8 + (tile != "128x192x64/1x1")
+    assert len(found) == 9 + (tile != "128x192x64/1x1")
     for what, product, dtype, options in found:
         assert sanitize.run("", product, dtype, options, "cpu") == "", what
 

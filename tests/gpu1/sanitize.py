@@ -75,6 +75,10 @@ def cases(tile: str, generator: torch.Generator) -> Iterator[Case]:
         torch.float32,
         {"schedule": "hybrid_aligned", "splits": 2, "accumulate": True},
     )
+    # One tile, so that all workers have a piece of it and finish it together.
+    one = Product(a[:, : bm - 8], b[:, :, : bn - 8], bias=integers(bn - 8, dtype=torch.float32, generator=generator),
+                  activation="relu")  # fmt: skip
+    yield "shares of one tile", one, torch.bfloat16, {"schedule": "hybrid_aligned"}
     ragged = Product(matrix((2, 65, k - 1), "odd", *make)[:, :, :72], matrix((2, 72, 9), "odd", *make))
     if "/" in tile:  # TMA takes neither
         ragged = Product(matrix((2, 65, 72), "rows", *make), matrix((2, 9, 72), "rows", *make).mT)
