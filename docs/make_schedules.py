@@ -12,7 +12,7 @@ import hashlib
 import heapq
 import json
 import re
-from collections import defaultdict, deque
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -34,7 +34,7 @@ MULTIPROCESSORS = 132
 # Kind -> what its picture shows, in the caption before the numbers.
 KINDS = {
     "data_parallel": "Data-parallel: whole tiles, one wave after another.",
-    "split_k": "Split-K: every tile in {splits} runs of K (the best of 2 to 8), one worker each.",
+    "split_k": "Split-K: every tile in {splits} runs of K (the best of 2 to 8), one ticket each.",
     "stream_k": "Textbook Stream-K: all tiles end to end, cut into equal shares.",
     "hybrid_first": "Hybrid, streamed first: the remainder and one wave are cut, then whole tiles.",
     "hybrid_last": "Remainder last: a wave of whole tiles, then the same cut.",
@@ -107,10 +107,15 @@ def clusters() -> int:
     return MULTIPROCESSORS // 2
 
 
+def is_divided(s: Any) -> bool:
+    """Each worker ends a share: where no cluster has a second worker. Else the last to write ends the whole tile."""
+    return bool(s.divided_shares) and s.workers <= clusters()
+
+
 def simulate(kind: str, splits: int = 1) -> Timeline:
     """When each cluster does what."""
     s = plan(kind, splits).schedule
-    return Timeline(kind, splits, divided_rows(s) if s.divided_shares else rows_of_finishers(s))
+    return Timeline(kind, splits, divided_rows(s) if is_divided(s) else rows_of_finishers(s))
 
 
 def rows_of_finishers(s: Any) -> list[list[Bar]]:
@@ -140,41 +145,28 @@ def rows_of_finishers(s: Any) -> list[list[Bar]]:
 def divided_rows(s: Any) -> list[list[Bar]]:
     """All workers of a split tile write, and each finishes a share (csrc/kernels/sm90a/divided.cuh).
 
-    Workers are dealt out in turn. Where there are more than clusters nobody waits: all leave their shares, and the last
-    to have written takes the whole tile. The model's exchange is drawn as writing and then adding a share.
+    A cluster has one worker, whose last work is its part of a split tile. The model's exchange is drawn as writing a
+    partial and then adding a share.
     """
     epilogue, publish, exchange = in_iterations("epilogue", "publish", "exchange")
-    shares, waits = s.divided_shares, s.workers <= clusters()
     rows: list[list[Bar]] = [[] for _ in range(clusters())]
-    todo = [deque((w, x) for w in range(row, s.workers, clusters()) for x in s.segments(w))
-            for row in range(clusters())]  # fmt: skip
-    events: list[tuple[float, int, Bar]] = []  # what each cluster does, by the end of products and writing
-
-    def begin(row: int, start: float) -> None:
-        if not todo[row]:
-            return
-        worker, x = todo[row].popleft()
-        products_end = start + x.k_end - x.k_begin
-        now = products_end + (publish if x.is_split else 0)
-        bar = Bar(worker, x.position, x.k_begin, x.k_end, x.is_split, x.is_split, 0.0, start, products_end, now,
-                  now, now, now)  # fmt: skip
-        heapq.heappush(events, (now, row, bar))
-
-    for row in range(len(rows)):
-        begin(row, 0)
-    written: dict[int, list[tuple[int, Bar]]] = defaultdict(list)
-    while events:
-        now, row, bar = heapq.heappop(events)
-        here = written[bar.tile]
-        here.append((row, bar))
-        complete = not bar.split or len(here) == shares
-        together = bar.split and waits
-        part = (1 / shares if together else 1.0) if complete else 0.0
-        for r, b in (here if complete else []) if together else [(row, bar)]:
-            fixup_end = now + ((exchange - publish) * part * shares if b.split else 0)
-            end = fixup_end + epilogue * part
-            rows[r].append(replace(b, finishes=part, wait_end=now, fixup_end=fixup_end, end=end))
-            begin(r, end)
+    for worker, row in enumerate(rows[: s.workers]):
+        now = 0.0
+        for x in s.segments(worker):
+            products_end = now + x.k_end - x.k_begin
+            write_end = products_end + (publish if x.is_split else 0)
+            row.append(Bar(worker, x.position, x.k_begin, x.k_end, x.is_split, x.is_split, float(not x.is_split), now,
+                           products_end, write_end, write_end, write_end, write_end + epilogue))  # fmt: skip
+            now = row[-1].end
+    written: dict[int, float] = defaultdict(float)  # split tile -> when all its partials are there
+    for bar in (bar for row in rows for bar in row if bar.split):
+        written[bar.tile] = max(written[bar.tile], bar.write_end)
+    for row in rows:
+        if row and row[-1].split:
+            wait_end, part = written[row[-1].tile], 1 / s.divided_shares
+            fixup_end = wait_end + exchange - publish
+            row[-1] = replace(row[-1], finishes=part, wait_end=wait_end, fixup_end=fixup_end,
+                              end=fixup_end + epilogue * part)  # fmt: skip
     return rows
 
 
@@ -195,7 +187,7 @@ def facts(kind: str) -> dict[str, Any]:
     split = {bar.tile for bar in t.bars if bar.split}
     launch = c["launch"]
     if split:
-        launch += c["divided_launch" if s.divided_shares else "split_launch"]
+        launch += c["divided_launch" if is_divided(s) else "split_launch"]
     return {
         "iterations": longest,
         "even": work / clusters(),
@@ -330,7 +322,7 @@ def measured_text() -> str:
         tile = rows["streamk"]["extra"]["plan"]["tile_name"]
         cells = []
         for kind in kinds:
-            row = rows[f"streamk:{kind}"]
+            row = rows["streamk:dp-same-tile" if kind == "data_parallel" else f"streamk:{kind}"]
             assert row["extra"]["plan"]["tile_name"] == tile, f"{kind} was measured on another tile"
             starts = depths(_host.hopper_plans(m, n, k, schedule=kind, tile=tile)[0].plan.schedule)
             cells.append(f"{row['us']['p50']:,.0f} ({starts})")

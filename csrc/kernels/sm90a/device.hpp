@@ -145,9 +145,7 @@ class DeviceCache {
     LaunchPlan made;
     made.gemm = plan_gemm(p, call.schedule, call.workers, call.splits, call.tile, demands, r);
     const Plan& plan = made.gemm.plan;
-    const auto resident = r.clusters[static_cast<int>(made.gemm.tile)][cluster_index(made.gemm.cluster)];
-    // More workers than run at once would leave their shares to each other: tickets and one finisher then.
-    made.shares = plan.schedule.workers <= resident ? static_cast<int32_t>(divided_shares(plan.schedule)) : 0;
+    made.shares = static_cast<int32_t>(divided_shares(plan.schedule));
     made.opening = open_schedule(plan.schedule, plan.order, made.shares);
     return plans_[std::move(key)] = made;
   }

@@ -222,7 +222,8 @@ void launch(const GemmCall& call, cudaStream_t stream, const Allocator& allocato
   const int64_t resident =
       std::max<int64_t>(1, residency.clusters[static_cast<int>(plan.tile)][cluster_index(plan.cluster)]);
   const int64_t clusters = std::min<int64_t>(p.schedule.workers, resident);
-  p.clusters_started = static_cast<uint32_t>(clusters);
+  // Never all, where a cluster has more than one worker: it may not wait for what it has yet to do itself.
+  p.clusters_started = p.schedule.workers > clusters ? ~0u : static_cast<uint32_t>(clusters);
   ClusterLaunch launch(clusters, plan.cluster, kernel, stream);
   launch.start_early();
   void* arguments[] = {&p};

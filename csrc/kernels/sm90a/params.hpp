@@ -56,7 +56,7 @@ struct GemmParams {
   // Above 0: fix-up is divided, each of so many workers finishes a share of a split tile. Workers are dealt
   // out by cluster number then, and `ticket` counts the clusters that have started.
   int32_t shares = 0;
-  uint32_t clusters_started = 0;  // when all have
+  uint32_t clusters_started = 0;  // when all have; never, where a cluster has more than one worker
   uint32_t* ticket = nullptr;     // null where no tile is split: workers are then dealt out by cluster number
   uint32_t* flags = nullptr;     // a word per slot and part, or, with shares, 64 bits per tile and part. Zero
                                  // before the launch
