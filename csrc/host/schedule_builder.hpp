@@ -200,9 +200,9 @@ class ScheduleBuilder {
   }
 
  private:
-  // Up to a tile for two workers: as many shares of every tile as there are workers for, so that the workers of
-  // a tile can finish it together (divided_shares). Else the granules with which the longest share is shortest;
-  // fewer among equals. More than kMost cut it little finer.
+  // Up to a tile for two workers: as many shares of every tile as there are workers for, so that the workers
+  // of a tile can finish it together (divided_shares). Else the granules with which the longest share is
+  // shortest; fewer among equals. More than kMost cut it little finer.
   int64_t best_granules(int64_t count) const {
     constexpr int64_t kMost = 12;
     const int64_t g = s_.workers;
