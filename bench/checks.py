@@ -27,8 +27,8 @@ def tolerance(dtype: torch.dtype, sums: int = 1) -> float:
     One rounding to ``dtype`` errs by a fifth of its machine epsilon (a uniform rounding error has a standard
     deviation of eps / sqrt(12) of the last place, and mantissas are spread over [1, 2)), the worst of 10^5 groups of
     128 elements by a quarter more; the order of summation in fp32 adds little. Allowed is 0.4 epsilon: 3.1e-3 for
-    bfloat16, 3.9e-4 for float16. (A single element may err by half an epsilon: rows of a few do not belong here.) Float32 and float64 err by their summation instead, some tens of epsilon for long
-    sums.
+    bfloat16, 3.9e-4 for float16. (A single element may err by half an epsilon: results of a few elements do not
+    belong here.) Float32 and float64 err by their summation instead, some tens of epsilon for long sums.
 
     Args:
         dtype: of the result.
