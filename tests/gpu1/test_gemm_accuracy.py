@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -25,21 +24,8 @@ from streamk_cases import (
     variants,
 )
 
-pytestmark = pytest.mark.gpu1
+pytestmark = [pytest.mark.gpu1, pytest.mark.usefixtures("cublas_sums_in_fp32")]
 Tensor = torch.Tensor
-
-
-@pytest.fixture(autouse=True)
-def _cublas_sums_in_fp32() -> Iterator[None]:
-    settings = torch.backends.cuda.matmul
-    before = (
-        settings.allow_bf16_reduced_precision_reduction,
-        settings.allow_fp16_reduced_precision_reduction,
-    )
-    settings.allow_bf16_reduced_precision_reduction = False
-    settings.allow_fp16_reduced_precision_reduction = False
-    yield
-    settings.allow_bf16_reduced_precision_reduction, settings.allow_fp16_reduced_precision_reduction = before
 
 
 def cublas(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
-from matmul_checks import Case, arguments, check
-from streamk_cases import ACTIVATIONS
+from matmul_checks import Case, arguments, check, varied_cases
 
 import tpkernels as tpk
 
-pytestmark = pytest.mark.gpu1
+pytestmark = [pytest.mark.gpu1, pytest.mark.usefixtures("cublas_sums_in_fp32")]
 PATHS = ["streamk", "cublas"]
 F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 SHAPES = [
@@ -26,19 +24,6 @@ SHAPES = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _cublas_sums_in_fp32() -> Iterator[None]:
-    settings = torch.backends.cuda.matmul
-    before = (
-        settings.allow_bf16_reduced_precision_reduction,
-        settings.allow_fp16_reduced_precision_reduction,
-    )
-    settings.allow_bf16_reduced_precision_reduction = False
-    settings.allow_fp16_reduced_precision_reduction = False
-    yield
-    settings.allow_bf16_reduced_precision_reduction, settings.allow_fp16_reduced_precision_reduction = before
-
-
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("dtype", [BF16, F16])
 @pytest.mark.parametrize("gated", [False, True])
@@ -46,14 +31,7 @@ def _cublas_sums_in_fp32() -> Iterator[None]:
 def test_values_and_gradients(
     path: str, dtype: torch.dtype, gated: bool, laid_out: bool, rng: np.random.Generator
 ) -> None:
-    kinds = itertools.cycle([None, dtype, F32, F64, BF16])
-    options = itertools.cycle(itertools.product(ACTIVATIONS, [True, False]))
-    for (a, b), alpha in itertools.product(SHAPES, [1.0, -0.5]):
-        activation, save_preact = next(options)
-        case = Case(
-            a, b, dtype, gated=gated, bias=not gated and alpha != 1.0, residual=next(kinds), alpha=alpha,
-            activation=activation, save_preact=save_preact, laid_out=laid_out,
-        )  # fmt: skip
+    for case in varied_cases(SHAPES, dtype, gated, laid_out):
         check(case, rng, path, "cuda")
 
 
