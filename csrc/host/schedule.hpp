@@ -94,7 +94,7 @@ TPK_HD int64_t share_begin(const Schedule& s, const Piece& p, int64_t i) {
 }
 
 // Shares of every split tile, where all of its workers may finish it together: one streamed piece, the last,
-// in which each worker has one run of one tile. 0 elsewhere.
+// in which each worker has one run of one tile. 0 elsewhere, and beyond kMostShares.
 constexpr int64_t kMostShares = 32;
 inline int64_t divided_shares(const Schedule& s) {
   for (int64_t i = 0; i < s.num_pieces; ++i) {

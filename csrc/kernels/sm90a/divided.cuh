@@ -15,7 +15,6 @@
 namespace tpk::sm90a {
 
 // The sums over a tile's slots, unit by unit.
-
 struct PartialSums {
   static constexpr int kValues = kChunkValues;  // a unit is a chunk of a partial
   const char* from;                             // this thread's values of the first slot

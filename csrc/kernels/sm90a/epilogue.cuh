@@ -1,7 +1,7 @@
-// Epilogue of a consumer warp: 16 rows of a block of 64, in units of 32 columns, so that few registers are
-// needed beside the accumulators. Units go through a small swizzled buffer of the warp's own, so that whole
-// lines are stored. Ordinary stores, not TMA: its queue is full of the next tile's loads then, and waiting
-// for it to read buffers cost 3 us a tile.
+// Epilogue of a consumer warp: 16 rows of a block of 64, in units of 32 or 64 columns, so that few registers
+// are needed beside the accumulators. Units go through a small swizzled buffer of the warp's own, so that
+// whole lines are stored. Ordinary stores, not TMA: its queue is full of the next tile's loads then, and
+// waiting for it to read buffers cost 3 us a tile.
 #pragma once
 
 #include "kernels/sm90a/mainloop.cuh"
@@ -54,7 +54,8 @@ __device__ __forceinline__ int units_of(const GemmParams& p) {
 }
 
 // Units [begin, end) of a warp's part of the tile to memory. row: the part's first row in the output. bias:
-// of the tile's columns, in shared memory. Sums: OwnSums or PartialSums. One copy of the code for all units,
+// of the tile's columns, in shared memory. sums(unit, multiply, v) gives
+// the products, or multiplies v by them. One copy of the code for all units,
 // and kFast without what is rare and long, since a single warp has to run through it: one output in whole
 // lines, and of what is added late nothing but a staged residual.
 template <class Tile, bool kFast, int kValues, class Sums>
