@@ -4,8 +4,15 @@
 // it. Epochs are compared by signed difference, so wrap-around is harmless as long as a waiter is fewer
 // than 2^31 epochs behind.
 //
-// Self-contained: compiles under nvcc and NVRTC with no other header. Needs sm_70 or newer.
+// Self-contained: compiles under nvcc and NVRTC with no other header. Needs sm_70 or newer. A C++ compiler
+// without CUDA sees what needs no device: scopes, the comparison of epochs, and patience.
 #pragma once
+
+#if defined(__CUDACC__)
+#define TPK_COMM_HD __host__ __device__ __forceinline__
+#else
+#define TPK_COMM_HD inline
+#endif
 
 namespace tpk::comm {
 
@@ -14,6 +21,33 @@ using u64 = unsigned long long;
 
 // Who must see the effect: threads of this GPU, or also those of other GPUs and the host.
 enum class Scope { kGpu, kSys };
+
+// True when epoch seen is expected or later.
+TPK_COMM_HD bool epoch_reached(u32 seen, u32 expected) { return static_cast<int>(seen - expected) >= 0; }
+
+// How long a wait may still last, by a clock that may jump: profilers set %globaltimer anew, which must
+// neither end a wait at once nor make it last for ever. Time between two looks counts for kMostPerLook at
+// most, and for nothing if the clock went back. So a wait is never cut short by more than that, and lasts
+// longer only where it was not looking: while its CTA was off the multiprocessor.
+struct Patience {
+  static constexpr u64 kMostPerLook = 50000000;  // ns
+
+  u64 left;  // ns
+  u64 seen;  // the clock, at the last look
+
+  TPK_COMM_HD Patience(u64 timeout_ns, u64 now) : left(timeout_ns), seen(now) {}
+
+  // Looks at the clock. True: timeout_ns have passed.
+  TPK_COMM_HD bool ends(u64 now) {
+    const u64 gone = now - seen;  // modulo 2^64: more than half of that is a step back
+    seen = now;
+    const u64 counts = gone >> 63 != 0 ? 0 : gone < kMostPerLook ? gone : kMostPerLook;
+    left -= counts < left ? counts : left;
+    return left == 0;
+  }
+};
+
+#if defined(__CUDACC__)
 
 // Stores v. All memory operations of this thread that come before it, and those of other threads that
 // were ordered before it by a barrier (__syncthreads), are visible to whoever reads v with load_acquire at
@@ -88,12 +122,8 @@ __device__ __forceinline__ u32 load_relaxed(const u32* word) {
   return v;
 }
 
-// True when epoch seen is expected or later.
-__host__ __device__ __forceinline__ bool epoch_reached(u32 seen, u32 expected) {
-  return static_cast<int>(seen - expected) >= 0;
-}
-
-// Nanoseconds of a clock that all SMs of a device share and that runs on while a CTA is preempted.
+// Nanoseconds of a clock that all SMs of a device share and that runs on while a CTA is preempted. It may
+// jump: measure waits with Patience.
 __device__ __forceinline__ u64 now_ns() {
   u64 t;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t)::"memory");
@@ -110,16 +140,14 @@ __device__ __forceinline__ bool wait_epoch(const u32* flag, u32 expected, u64 ti
   u32 v = load_acquire<kScope>(flag);
   bool reached = epoch_reached(v, expected);
   if (!reached) {
-    const u64 start = now_ns();
+    Patience patience(timeout_ns, now_ns());
+    bool late;
     do {
       __nanosleep(20);
+      late = patience.ends(now_ns());  // then one more look: this CTA may have been off the multiprocessor
       v = load_acquire<kScope>(flag);
       reached = epoch_reached(v, expected);
-    } while (!reached && now_ns() - start < timeout_ns);
-    if (!reached) {  // one more look: this CTA may have been off the multiprocessor since the last one
-      v = load_acquire<kScope>(flag);
-      reached = epoch_reached(v, expected);
-    }
+    } while (!reached && !late);
   }
   if (seen != nullptr) *seen = v;
   return reached;
@@ -128,17 +156,42 @@ __device__ __forceinline__ bool wait_epoch(const u32* flag, u32 expected, u64 ti
 // Waits (bounded, as wait_epoch, GPU scope) until all of `bits` are set in the word; *seen: the last value
 // read.
 __device__ __forceinline__ bool wait_bits(const u64* word, u64 bits, u64 timeout_ns, u64* seen) {
-  u64 start = 0;
-  bool late = false;
-  while (true) {
+  const auto all_set = [&] {
     asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(*seen) : "l"(word) : "memory");
-    if ((*seen & bits) == bits) return true;
-    if (late) return false;
-    const u64 now = now_ns();
-    if (start == 0) start = now;
-    late = now - start >= timeout_ns;  // then one more look
+    return (*seen & bits) == bits;
+  };
+  if (all_set()) return true;
+  Patience patience(timeout_ns, now_ns());
+  bool late;
+  do {
     __nanosleep(20);
-  }
+    late = patience.ends(now_ns());  // then one more look
+    if (all_set()) return true;
+  } while (!late);
+  return false;
 }
 
+// The memory of host/protocol.hpp on a device.
+struct DeviceMemory {
+  u64 timeout_ns;
+
+  template <Scope kScope>
+  __device__ __forceinline__ u32 load_acquire(const u32* word) const {
+    return comm::load_acquire<kScope>(word);
+  }
+  template <Scope kScope>
+  __device__ __forceinline__ void store_release(u32* word, u32 v) const {
+    comm::store_release<kScope>(word, v);
+  }
+  __device__ __forceinline__ u32 add_acq_rel(u32* word, u32 v) const { return comm::add_acq_rel(word, v); }
+  template <Scope kScope>
+  __device__ __forceinline__ bool wait_epoch(const u32* flag, u32 expected, u32* seen) const {
+    return comm::wait_epoch<kScope>(flag, expected, timeout_ns, seen);
+  }
+};
+
+#endif  // __CUDACC__
+
 }  // namespace tpk::comm
+
+#undef TPK_COMM_HD

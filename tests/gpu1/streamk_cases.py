@@ -6,6 +6,7 @@ The rest is in tests/gemm_checks.py, for CPU tests too.
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -91,23 +92,30 @@ def need_memory(gib: int) -> None:
 
 
 class PoisonedAllocator:
-    """torch's free memory is full of one byte, so that the next workspace is.
+    """A pool of torch's whose only free memory is full of one byte, so that a workspace taken from it is.
 
     0xFF: NaN, and flags of -1. 0x7F: 3.4e38, and flags that look as if they had been raised long ago.
+    A pool of its own, as elsewhere torch may find room in any segment that it has cached.
     """
 
     BYTES = 192 << 20
 
     def __init__(self, byte: int) -> None:
         self.byte = byte
-        torch.cuda.empty_cache()
-        block = torch.full((self.BYTES,), byte, dtype=torch.uint8, device="cuda")
-        self.address = block.data_ptr()
+        torch.cuda.empty_cache()  # also of pools that are gone
+        self.pool = torch.cuda.MemPool()
+        with self.in_use():
+            self.address = torch.full((self.BYTES,), byte, dtype=torch.uint8, device="cuda").data_ptr()
+
+    def in_use(self) -> AbstractContextManager[None]:
+        """Within, what this thread allocates (more than 1 MiB, on this stream) lies in the poisoned memory."""
+        return torch.cuda.use_mem_pool(self.pool)
 
     def was_used(self) -> bool:
-        """Whether something else was allocated there since, and written."""
-        block = torch.empty(self.BYTES, dtype=torch.uint8, device="cuda")
-        assert block.data_ptr() == self.address, "the allocator did not give the same block again"
+        """Whether something was allocated there since, and written. Not within in_use()."""
+        with self.in_use():
+            block = torch.empty(self.BYTES, dtype=torch.uint8, device="cuda")
+        assert block.data_ptr() == self.address, "the pool did not give the same block again"
         return bool((block != self.byte).any())
 
 

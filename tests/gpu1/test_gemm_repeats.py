@@ -206,11 +206,27 @@ def test_garbage_in_the_workspace(tile: str, byte: int, generator: torch.Generat
         for name, plan in itertools.product(variants(tile), SPLIT_PLANS):
             out = output((1, 400, 520), torch.float32)
             memory = PoisonedAllocator(byte)
-            gemm(a, b, out.tensor, tile=name, **plan)
+            with memory.in_use():
+                gemm(a, b, out.tensor, tile=name, **plan)
             with failures.case(f"{name} {plan}"):
                 assert memory.was_used(), "no workspace came out of the poisoned memory"
                 assert torch.equal(out.tensor, want)
                 out.check("out")
+
+
+@pytest.mark.parametrize("tile", ANY_TILE)
+def test_more_tickets_than_clusters(tile: str, generator: torch.Generator) -> None:
+    """Thousands of launches, each of some six tickets a cluster: a CTA once missed the ticket that its cluster drew."""
+    a, b = small_problem(generator)
+    a, b = a.repeat(1, 8, 1), b.repeat(1, 1, 8)
+    for name in variants(tile):
+        outs = [filled(1, 2400, 2368, dtype=torch.bfloat16) for _ in range(2)]
+        for _ in range(500):
+            for out in outs:
+                gemm(a, b, out, tile=name, schedule="stream_k", workers=400)
+        torch.cuda.synchronize()
+        assert torch.equal(*outs), name
+        assert not bool(outs[0].isnan().any()), name
 
 
 @pytest.mark.parametrize("tile", HOPPER_AND_CHEAPEST)

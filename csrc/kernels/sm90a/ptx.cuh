@@ -66,6 +66,14 @@ __device__ __forceinline__ void arrive_remote(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+// An arrival at a barrier of another CTA after this thread has read shared memory that the other will write
+// once it knows. The usual arrival orders reads within a CTA only, where shared memory serves them first; one
+// that goes to another multiprocessor can overtake a read that waits in the queue, and a word was lost so
+// once in some ten thousand.
+__device__ __forceinline__ void arrive_remote_after_reads(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
 // A word to the same place in another CTA's shared memory; completes 4 bytes of that CTA's barrier.
 __device__ __forceinline__ void store_remote(const uint32_t* word, uint32_t value, const LoadBarrier* barrier,
                                              uint32_t cta) {
