@@ -83,7 +83,7 @@ def find_sources(root: Path) -> dict[str, list[str]]:
     found = {
         "_C": [p for p in sources("ops") if p not in cuda_ops + sm90a_ops] + sources("kernels/cpu"),
         "_C_sm80": cuda_ops + sources("kernels/sm80"),
-        "_C_sm90a": sm90a_ops + sources("kernels/sm90a"),
+        "_C_sm90a": sm90a_ops + sources("kernels/sm90a") + sources("comm"),
         "_host": sources("python"),
     }
     for name, paths in found.items():

@@ -11,6 +11,8 @@ Operations are documented in :mod:`tpkernels.ops.api`, layers in :mod:`tpkernels
 from tpkernels import errors
 from tpkernels._extensions import status
 from tpkernels._version import __version__
+from tpkernels.comm.faults import synchronize
+from tpkernels.comm.reserve import reserve
 from tpkernels.ops import regions
 from tpkernels.ops._groups import shard_sizes
 from tpkernels.ops._paths import PathLog, PathRecord, last_path, record_paths
@@ -38,6 +40,8 @@ __all__ = [
     "matmul_replicated",
     "record_paths",
     "regions",
+    "reserve",
     "shard_sizes",
     "status",
+    "synchronize",
 ]

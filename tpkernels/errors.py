@@ -42,3 +42,10 @@ class MismatchError(TpkError, RuntimeError):
 
 class BackendError(TpkError, RuntimeError):
     """The requested path needs a compiled extension or hardware that is not there."""
+
+
+class CommTimeoutError(TpkError, RuntimeError):
+    """A call on path "fused" waited too long for another rank; the message says for which one, and for what.
+
+    Its results must not be used. The kernel was stopped, and CUDA does not work again in this process: end it.
+    """

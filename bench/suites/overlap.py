@@ -27,10 +27,10 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 # Values of the ``path`` argument beside "auto", which stands for us as variant "ours"; a new one is added here.
 OURS = {
-    "cuda": ("nccl+cublas", "nccl+streamk"),
+    "cuda": ("nccl+cublas", "nccl+streamk", "fused"),
     "cpu": ("gloo+blas", "gloo+streamk"),
 }
-# Peers and what each takes: all-reduce has no fused operation in torch.
+# What not every operation has: all-reduce has no fused one in torch.
 _ALL = frozenset(OPS.values())
 _TAKES = {
     "symm_mem": _ALL - {AR},
@@ -99,14 +99,14 @@ class OverlapSuite(Suite):
         ]
 
     def applies(self, case: Case, variant: str, options: Options) -> bool:
-        """False where torch has no such operation."""
+        """False where there is no such operation."""
         return case.op in _TAKES.get(variant, _ALL)
 
     def bytes_needed(self, case: Case, options: Options) -> int:
-        """Two sets of: inputs, and for each of about six variants what is gathered or partial, and the result."""
+        """Two sets of: inputs, and for each of about seven variants what is gathered or partial, and the result."""
         m, n, k = (int(case.params[name]) for name in ("m", "n", "k"))
         travels = m * k if case.op == OPS["AG"] else m * n
-        return 2 * (m * k + n * k + 6 * (travels + m * n)) * (4 if case.dtype == "float32" else 2)
+        return 2 * (m * k + n * k + 7 * (travels + m * n)) * (4 if case.dtype == "float32" else 2)
 
     def workload(self, case: Case, context: Context) -> Workload:
         """Inputs and reference; collective."""

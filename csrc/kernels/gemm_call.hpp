@@ -22,15 +22,6 @@
 
 namespace tpk {
 
-// [batch, rows, cols] in device memory; strides in elements, not negative. data is null if there is none.
-struct Matrix {
-  void* data = nullptr;
-  int64_t batch_stride = 0;
-  int64_t row_stride = 0;
-  int64_t col_stride = 0;
-  ScalarKind kind = ScalarKind::kBf16;  // of operands too: the element
-};
-
 struct GemmCall {
   Problem problem;  // n: columns of out, and of each of b and gate
   Element element = Element::kBf16;

@@ -10,11 +10,25 @@ namespace tpk {
 
 constexpr int kMaxChunks = 64;   // blocks of rows that arrive, or leave, together
 constexpr int kMaxAddends = 16;  // peers, and a residual
+constexpr int kMaxRanks = 16;
+
+// Whose rows of M are whose: rank r has [begin(r), row_end[r]).
+struct RankRows {
+  int32_t world = 0;  // 0: there are no ranks
+  int32_t rank = 0;   // this one
+  int32_t row_end[kMaxRanks] = {};
+
+  int32_t begin(int32_t r) const { return r == 0 ? 0 : row_end[r - 1]; }
+};
 
 // Arrival: the rows [row_end[c - 1], row_end[c]) of A, or a slab of slab_k elements of K of them, are written
 // by someone else, who raises flags[c * slabs + slab] to *epoch afterwards (release, system scope). The
 // kernel reads no element of a chunk before its flag has been seen, so flags and rows may be raised in any
 // order; but a schedule whose first tiles need the last chunks only waits.
+//
+// With `ranks` tiles are taken in the order in which shards land: own rows, those of rank + 1, and so on.
+// With `own` the own rows are read from there (it must lie in memory as TMA takes it, K contiguous), so that
+// a tile that lies in them waits for nothing; one that straddles reads A, and waits for the own chunk too.
 struct ArrivalHook {
   const uint32_t* flags = nullptr;  // null: A is complete
   const uint32_t* epoch = nullptr;  // in device memory, so that a CUDA graph may be replayed
@@ -22,6 +36,19 @@ struct ArrivalHook {
   int32_t slabs = 1;
   int32_t slab_k = 0;  // a multiple of 64, or 0: all of K
   int32_t row_end[kMaxChunks] = {};
+  RankRows ranks;
+  Matrix own;  // data null: none
+};
+
+// Departure: rows of the result that belong to other ranks go, rounded, to `others` [M, N], whose rows have
+// room for whole chunks of 16 bytes; the call's out, and residual, are the own rows alone, [own rows, N], and
+// only they are finished: the addends before the own rank, the own product, the other addends, bias,
+// residual. A tile has rows of one rank only. Tiles of rank + 1 come first, own tiles last, so that no wait
+// for an addend keeps another rank waiting. One batch.
+struct DepartureHook {
+  RankRows ranks;  // world 0: everything stays
+  Matrix others;
+  int32_t addends_before = 0;
 };
 
 // Doorbell: when every tile that has rows of a chunk is in memory, bells[c] is set to 1 (release, system
@@ -31,6 +58,7 @@ struct DoorbellHook {
   uint32_t* counters = nullptr;  // null: nobody waits
   uint32_t* bells = nullptr;
   int32_t num_chunks = 0;
+  int32_t silent = -1;  // a chunk that nobody waits for: it has no bell
   int32_t row_end[kMaxChunks] = {};
   uint32_t target[kMaxChunks] = {};  // filled by the launcher
 };
@@ -58,6 +86,7 @@ struct GemmHooks {
   ArrivalHook arrival;
   DoorbellHook doorbell;
   AddendHook sum;
+  DepartureHook departure;
 };
 
 }  // namespace tpk

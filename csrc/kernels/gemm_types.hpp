@@ -16,4 +16,13 @@ enum class Activation : int32_t { kNone, kRelu, kSilu, kGelu, kGeluTanh };
 
 constexpr int64_t bytes_of(ScalarKind kind) { return kind == ScalarKind::kFp32 ? 4 : 2; }
 
+// [batch, rows, cols] in device memory; strides in elements, not negative. data is null if there is none.
+struct Matrix {
+  void* data = nullptr;
+  int64_t batch_stride = 0;
+  int64_t row_stride = 0;
+  int64_t col_stride = 0;
+  ScalarKind kind = ScalarKind::kBf16;  // of operands too: the element
+};
+
 }  // namespace tpk

@@ -61,6 +61,31 @@ STABLE_TORCH_LIBRARY(tpkernels, m) {
       "Tensor? arrival_flags, Tensor? arrival_epoch, int[] arrival_rows, int slab_k, Tensor(c!)? counters, "
       "Tensor(d!)? bells, int[] bell_rows, Tensor[] addends, Tensor[] addend_flags, Tensor? addend_epoch, "
       "int flag_rows, float timeout_s) -> ()");
+  // One rank's part of a product that is fused with its collective, in _C_sm90a. addresses: of every rank's
+  // symmetric memory, a page of words and a buffer (host/protocol.hpp), for a gather of [M, K rounded up to
+  // 8], for a reduce-scatter of a slot [most rows of a shard, N'] for each rank, where N' is N rounded up to
+  // 16 bytes. a_shard [own rows, K], K contiguous; outs and preacts [M, N_i], gathered [M, K]; out and
+  // residual [own rows, N'], send (scratch) [M, N'], all three contiguous and of one dtype. Waits for ranks
+  // end after timeout_s: the launch fails, and comm_fault says why.
+  m.def(
+      "fused_all_gather_matmul(Tensor a_shard, Tensor[] bs, Tensor[] biases, int[] bias_of, str activation, "
+      "Tensor(o!)[] outs, Tensor(p!)[] preacts, Tensor(g!)? gathered, int[] shard_rows, int rank, "
+      "int[] addresses, float timeout_s, str schedule, str tile, int multiprocessors) -> ()");
+  m.def(
+      "fused_matmul_reduce_scatter(Tensor a, Tensor b, Tensor? bias, Tensor? residual, Tensor(o!) out, "
+      "Tensor(s!) send, int[] shard_rows, int rank, int[] addresses, float timeout_s, str schedule, str "
+      "tile, "
+      "int multiprocessors) -> ()");
+  // As above, but every rank gets all rows: out [M, N], contiguous; the memory also has room for [M, N
+  // rounded up to 16 bytes] behind the slots.
+  m.def(
+      "fused_matmul_all_reduce(Tensor a, Tensor b, Tensor? bias, Tensor? residual, Tensor(o!) out, "
+      "Tensor(s!) send, int[] shard_rows, int rank, int[] addresses, float timeout_s, str schedule, str "
+      "tile, "
+      "int multiprocessors) -> ()");
+  // Before the first call on new symmetric memory, when every rank has mapped it.
+  m.def("fused_warm_up(int device, int rank, int[] addresses) -> ()");
+  m.def("comm_fault() -> str");
   // How _C_sm80 learns of the Hopper kernel: the address of a GemmEntry (kernels/gemm_call.hpp), 0 for none.
   m.def("sm90a_entry() -> int");
   m.def("attach_sm90a(int entry) -> ()");

@@ -1,40 +1,29 @@
 // torch.ops.tpkernels.streamk_gemm_hooked: a plain product on the Hopper kernel tied to flags in device
 // memory, see kernels/gemm_hooks.hpp. What the fused operations are made of, one rank at a time; tests play
 // the other ranks.
-#include <cuda_runtime_api.h>
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
 
 #include <algorithm>
 #include <optional>
 #include <string>
 #include <vector>
 
-#include "kernels/sm90a/entry.hpp"
-#include "ops/sentence.hpp"
+#include "ops/hopper_call.hpp"
 
 namespace {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
 using tpk::Matrix;
+using tpk::ops::ScalarType;
+using tpk::ops::Tensor;
 
-#define REQUIRE(ok, ...) TPK_REQUIRE(ok, "tpkernels::streamk_gemm_hooked: ", __VA_ARGS__)
+constexpr const char* kOp = "tpkernels::streamk_gemm_hooked";
 
-tpk::ScalarKind kind_of(const Tensor& t) {
-  return t.scalar_type() == ScalarType::Float  ? tpk::ScalarKind::kFp32
-         : t.scalar_type() == ScalarType::Half ? tpk::ScalarKind::kFp16
-                                               : tpk::ScalarKind::kBf16;
-}
+#define REQUIRE(ok, ...) TPK_REQUIRE(ok, kOp, ": ", __VA_ARGS__)
 
-Matrix matrix_of(const char* name, const Tensor& t) {
+Matrix batched(const char* name, const Tensor& t) {
   REQUIRE(t.is_cuda() && t.dim() == 3, name, " must be a CUDA tensor [batch, rows, columns].");
-  const auto stride = [&](int64_t dim) { return t.size(dim) > 1 ? t.stride(dim) : 0; };
-  return {t.data_ptr(), stride(0), stride(1), stride(2), kind_of(t)};
+  return tpk::ops::matrix_of(t);
 }
 
 // Flags, epochs, counters and bells: 32-bit words, contiguous.
@@ -69,22 +58,19 @@ void streamk_gemm_hooked(const Tensor& a, const Tensor& b, const Tensor& out, co
                          const std::vector<Tensor>& addends, const std::vector<Tensor>& addend_flags,
                          const std::optional<Tensor>& addend_epoch, int64_t flag_rows, double timeout_s) {
   tpk::GemmCall c;
-  c.a = matrix_of("a", a);
-  c.b = matrix_of("b", b);
-  c.out = matrix_of("out", out);
+  c.a = batched("a", a);
+  c.b = batched("b", b);
+  c.out = batched("out", out);
   c.problem = {a.size(1), b.size(2), a.size(2), a.size(0)};
-  const bool bf16 = a.scalar_type() == ScalarType::BFloat16;
-  REQUIRE(bf16 || a.scalar_type() == ScalarType::Half, "a must be bfloat16 or float16.");
+  c.element = tpk::ops::element_of(kOp, a);
   REQUIRE(b.scalar_type() == a.scalar_type() && b.size(0) == a.size(0) && b.size(1) == a.size(2),
           "b must be [batch, K, N] of the dtype, batch and K of a.");
   REQUIRE(out.size(0) == a.size(0) && out.size(1) == a.size(1) && out.size(2) == b.size(2),
           "out must be [batch, M, N].");
-  c.element = bf16 ? tpk::Element::kBf16 : tpk::Element::kFp16;
   c.schedule = schedule;
   c.tile = tile;
   c.workers = workers;
   c.splits = splits;
-  c.device = a.get_device_index();
   c.timeout_ns = static_cast<uint64_t>(timeout_s * 1e9);
 
   tpk::GemmHooks hooks;
@@ -110,7 +96,7 @@ void streamk_gemm_hooked(const Tensor& a, const Tensor& b, const Tensor& out, co
   REQUIRE(addend_flags.empty() || addend_flags.size() == addends.size(),
           "addend_flags must be as many as addends, or none.");
   for (size_t i = 0; i < addends.size(); ++i) {
-    const Matrix m = matrix_of("addends", addends[i]);
+    const Matrix m = batched("addends", addends[i]);
     REQUIRE(
         addends[i].size(0) == a.size(0) && addends[i].size(1) == a.size(1) && addends[i].size(2) == b.size(2),
         "addends must be [batch, M, N] like out.");
@@ -127,28 +113,10 @@ void streamk_gemm_hooked(const Tensor& a, const Tensor& b, const Tensor& out, co
   c.hooks = &hooks;
   if (out.numel() == 0) return;
 
-  const torch::stable::accelerator::DeviceGuard guard(c.device);
-  (void)cudaDeviceGetAttribute(&c.multiprocessors, cudaDevAttrMultiProcessorCount, c.device);
-  void* stream = nullptr;
-  REQUIRE(aoti_torch_get_current_cuda_stream(c.device, &stream) == 0,
-          "torch could not name the current CUDA stream.");
-  struct Workspace {
-    const Tensor& like;
-    std::optional<Tensor> memory;
-  } workspace{a, std::nullopt};
-  const tpk::Allocator allocator{[](void* context, int64_t bytes) -> void* {
-                                   auto* w = static_cast<Workspace*>(context);
-                                   try {
-                                     w->memory = torch::stable::new_empty(w->like, {bytes}, ScalarType::Byte);
-                                     return w->memory->data_ptr();
-                                   } catch (...) {
-                                     return nullptr;
-                                   }
-                                 },
-                                 &workspace};
-  char message[1024] = "";
-  const tpk::GemmOutcome outcome = tpk::sm90a::run_gemm(c, stream, allocator, message, sizeof message);
-  REQUIRE(outcome == tpk::GemmOutcome::kDone, static_cast<const char*>(message));
+  const auto device = a.get_device_index();
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  tpk::ops::set_device(c, device, 0);
+  tpk::ops::run_hopper(kOp, c, a, tpk::ops::current_stream(kOp, device));
 }
 
 }  // namespace

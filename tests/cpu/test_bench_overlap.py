@@ -163,6 +163,7 @@ def test_variants():
     assert {
         "ours:nccl+cublas",
         "ours:nccl+streamk",
+        "ours:fused",
         "symm_mem",
         "cublasmp",
         "comm",
@@ -177,11 +178,11 @@ def test_variants():
     ]
     assert [v.name for v in SUITE.variants(gpu) if v.isolated] == ["cublasmp"]
     by_op = {
-        op: {n for n in names if n.startswith("symm_mem") and SUITE.applies(case, n, gpu)}
+        op: {n for n in names if n.startswith(("symm_mem", "ours:fused")) and SUITE.applies(case, n, gpu)}
         for op, case in ((case.op, case) for case in SUITE.cases(gpu))
     }
-    assert by_op[AG] == by_op[RS] == {"symm_mem"}
-    assert by_op[AR] == {"symm_mem:one_shot", "symm_mem:two_shot"}
+    assert by_op[AG] == by_op[RS] == {"symm_mem", "ours:fused"}
+    assert by_op[AR] == {"symm_mem:one_shot", "symm_mem:two_shot", "ours:fused"}
 
 
 def test_bytes_needed():

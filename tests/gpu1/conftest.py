@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
+
+if TYPE_CHECKING:
+    from tpkernels.testing import RankPool
 
 _broken_by: list[str] = []
 
@@ -42,3 +47,13 @@ def _errors_belong_to_their_test(request: pytest.FixtureRequest) -> Iterator[Non
     except RuntimeError as error:
         _broken_by.append(request.node.nodeid)
         pytest.fail(f"CUDA reports, once all kernels have run: {error}")
+
+
+@pytest.fixture(scope="module")
+def shared_gpu_ranks() -> Iterator[RankPool]:
+    """Pool of 4 processes on one GPU; see RankPool's ``share_gpu``. For one file: they hold memory of the GPU."""
+    from tpkernels.testing import RankPool
+
+    seed = int(os.environ["TPK_TEST_SEED"])
+    with RankPool(4, share_gpu=True, timeout=150.0, seed=seed, env={"TPK_COMM_TIMEOUT_S": "60"}) as pool:
+        yield pool

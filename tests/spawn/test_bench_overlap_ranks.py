@@ -156,3 +156,20 @@ def check_facts(ctx):
 
 def test_facts(ranks):
     ranks.run(check_facts, world=2)
+
+
+def check_fused_is_skipped(ctx, op):
+    """Where path "fused" cannot run, the row has its reason."""
+    context, _, cases = make(ctx, op)
+    workload = SUITE.workload(cases[0], context)
+    try:
+        workload.prepare("ours:fused")
+    except Skip as reason:
+        assert "'fused'" in str(reason) and "cuda" in str(reason).lower(), reason
+        return
+    raise AssertionError("a fused kernel on the CPU?")
+
+
+@pytest.mark.parametrize("op", ["AG", "RS"])
+def test_fused_is_skipped(ranks, op):
+    ranks.run(check_fused_is_skipped, op, world=2)

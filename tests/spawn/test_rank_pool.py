@@ -20,6 +20,8 @@ from tpkernels.testing import (
     RankTimeoutError,
     gradcheck_ranks,
 )
+from tpkernels.testing._worker import WorkerConfig, device_of
+from tpkernels.testing.rank_pool import SHARED_GPU_ENV
 
 
 @dataclass
@@ -68,6 +70,10 @@ def fail_on(ctx: RankContext, rank: int, wait: bool) -> None:
 
 def fail_everywhere(ctx: RankContext) -> None:
     raise ValueError("all of us")
+
+
+def lose_cuda(ctx: RankContext) -> None:
+    raise RuntimeError("CUDA error: unspecified launch failure")
 
 
 def hang_on(ctx: RankContext, rank: int) -> None:
@@ -132,12 +138,17 @@ def test_failure_hang_and_death_restart_the_pool(monkeypatch: pytest.MonkeyPatch
         assert pool.run(pid, world=1)
         assert pool.starts == 2
 
+        with pytest.raises(RankError, match="CUDA error"):
+            pool.run(lose_cuda)  # On every rank alike, but what follows would fail too.
+        assert pool.run(pid)
+        assert pool.starts == 3
+
         with pytest.raises(RankTimeoutError, match=r"rank 1 did not finish within 0.5 s") as hung:
             pool.run(hang_on, 1, timeout=0.5)
         assert hung.value.rank == 1
         assert "in hang_on" in hung.value.failures[1]
         assert pool.run(pid, world=2)
-        assert pool.starts == 3
+        assert pool.starts == 4
 
         with monkeypatch.context() as patch:
             patch.setattr(RankPool, "_wait_for_answers", interrupt)
@@ -146,7 +157,7 @@ def test_failure_hang_and_death_restart_the_pool(monkeypatch: pytest.MonkeyPatch
 
         with pytest.raises(RankDiedError, match=r"rank 1 died \(exit code 7\)"):
             pool.run(die_on, 1)
-        assert pool.starts == 4
+        assert pool.starts == 5
 
 
 class ColumnProduct(torch.autograd.Function):
@@ -237,3 +248,36 @@ def test_pool_of_gpus(gpu_ranks: RankPool, seed: int) -> None:
     gpu_ranks.run(check_column, seed, True, 1.0, True, world=2)
     with pytest.raises(RankError, match="gradient of input 0 is declared replicated"):
         gpu_ranks.run(check_column, seed, False, 1.0, False, world=2)
+
+
+def visible_settings(ctx: RankContext) -> dict[str, str | None]:
+    return {name: os.environ.get(name) for name in (*SHARED_GPU_ENV, "TPK_COMM_TIMEOUT_S")}
+
+
+@pytest.mark.gpu1
+def test_ranks_that_share_a_gpu() -> None:
+    with RankPool(2, share_gpu=True, env={"TPK_COMM_TIMEOUT_S": "7"}) as pool:
+        out = pool.run(describe, Load(0))
+        assert out == [(r, 2, "cuda", "gloo", 1, Load(r)) for r in range(2)]
+        assert pool.run(visible_settings) == [SHARED_GPU_ENV | {"TPK_COMM_TIMEOUT_S": "7"}] * 2
+        sums = pool.run(total, torch.ones(3))  # gloo carries CUDA tensors
+        assert all(torch.equal(s["sum"][0], torch.full((3,), 3.0)) for s in sums)
+
+
+def test_sharing_needs_gloo_and_a_gpu() -> None:
+    with pytest.raises(ValueError, match=r"share_gpu needs the backend 'gloo', got 'nccl': NCCL refuses"):
+        RankPool(2, "nccl", share_gpu=True)
+    if torch.cuda.is_available():
+        return
+    with RankPool(1, share_gpu=True) as pool, pytest.raises(RankError, match="the start of the pool: rank 0"):
+        pool.start()
+    assert pool.starts == 1
+
+
+@pytest.mark.parametrize(
+    "backend, share_gpu, device",
+    [("gloo", False, "cpu"), ("nccl", False, "cuda:3"), ("gloo", True, "cuda:0")],
+)
+def test_devices_of_ranks(backend: str, share_gpu: bool, device: str) -> None:
+    config = WorkerConfig(3, 4, backend, share_gpu, 0, 1.0, "", {})
+    assert device_of(config) == torch.device(device)

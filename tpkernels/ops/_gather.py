@@ -9,12 +9,14 @@ again or kept.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tpkernels.comm import fused
 from tpkernels.ops import _agreement, _checks, _collectives, _groups, _paths
 from tpkernels.ops._groups import Group
 from tpkernels.ops._matmul import weight_grad
@@ -23,6 +25,7 @@ from tpkernels.ops._products import (
     bias_grads,
     grads_wanted,
     no_grad,
+    note_products,
     preact_grads,
     run_products,
     validate_products,
@@ -48,7 +51,9 @@ def _plan_gather(
     dtype = _checks.check_out_dtype(out_dtype, a_shard.dtype)
     transport = _groups.transport_of(group, a_shard.device, "a_shard")
     request = _paths.parse(path, a_shard.device.type, distributed=True)
-    _paths.check_transport(request, transport, group.name)
+    transport = _paths.choose_transport(
+        request, transport, group.name, group.world, a_shard.device.type, a_shard.dtype, dtype
+    )
     choice = _paths.choose_gemm(request, a_shard.device.type, a_shard.dtype)
     return Plan(group, dim, rows, dtype, transport, choice, by_weight)
 
@@ -89,12 +94,33 @@ def _all_gather_matmul(
             "gather_dim": plan.dim,
             "shard_sizes (or the equal sizes that None stands for)": plan.sizes,
             "gradients wanted (a_shard, any b)": grads_wanted([a_shard], bs),
+            "path 'fused'": plan.transport == _paths.FUSED,
         }
 
     plan = _agreement.validated("all_gather_matmul", group, a_shard, validate, facts)
-    gathered = _collectives.all_gather(a_shard, plan.dim, plan.sizes, group)
+    want_gathered = return_gathered or save_gathered
+    if plan.transport == _paths.FUSED:
+        made = fused.all_gather_matmul(
+            group,
+            a_shard,
+            bs,
+            plan.biases,
+            activation,
+            plan.dim,
+            plan.sizes,
+            out_dtype=plan.out_dtype,
+            want_preact=return_preact,
+            want_gathered=want_gathered,
+        )
+        if made is not None:
+            note_products("all_gather_matmul", plan, a_shard, bs, math.prod(made[0].shape[:-1]))
+            return made
+        gathered = a_shard.new_empty(_gathered_shape(a_shard, plan.dim, plan.sizes))  # no element
+        plan = plan._replace(transport="none")
+    else:
+        gathered = _collectives.all_gather(a_shard, plan.dim, plan.sizes, group)
     out = run_products("all_gather_matmul", plan, gathered, bs, activation, return_preact)
-    return [*out, gathered] if return_gathered or save_gathered else out
+    return [*out, gathered] if want_gathered else out
 
 
 def _all_gather_matmul_fake(

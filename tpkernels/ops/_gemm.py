@@ -59,9 +59,11 @@ def output_shape(a: Tensor, b: Tensor) -> list[int]:
     return [*batch, a.shape[-2], b.shape[-1]]
 
 
-def describe(a: Tensor, b: Tensor, *, gated: bool = False) -> str:
-    """Sizes of a product for a path record."""
-    rows, dtype = math.prod(a.shape[:-1]), str(a.dtype).removeprefix("torch.")
+def describe(a: Tensor, b: Tensor, *, gated: bool = False, rows: int | None = None) -> str:
+    """Sizes of a product for a path record; ``rows`` where they are not those of ``a``."""
+    dtype = str(a.dtype).removeprefix("torch.")
+    if rows is None:
+        rows = math.prod(a.shape[:-1])
     return f"M={rows} N={b.shape[-1]} K={a.shape[-1]} {dtype}{' gated' if gated else ''}"
 
 

@@ -1,7 +1,7 @@
 """Which path an operation takes: how it is asked for, how it is chosen, and what really ran.
 
 A path is ``transport+gemm``. ``transport`` carries data between ranks ("nccl", "gloo"; "none" for a local
-product), ``gemm`` multiplies:
+product; "fused" for rows that travel while "streamk" multiplies, see :mod:`tpkernels.comm`), ``gemm`` multiplies:
 
 ========  ======  =====================================================================
 gemm      device  what it is
@@ -23,10 +23,12 @@ from typing import NamedTuple
 import torch
 
 from tpkernels import _extensions
+from tpkernels.comm import conditions, runtime
 from tpkernels.errors import ArgumentError, BackendError
 
 GEMMS = {"cuda": ("streamk", "cublas"), "cpu": ("streamk", "blas"), "meta": ("streamk", "cublas", "blas")}
-TRANSPORTS = ("nccl", "gloo", "mpi", "ucc", "fake")
+FUSED = "fused"
+TRANSPORTS = ("nccl", "gloo", "mpi", "ucc", "fake", FUSED)
 STREAMK_DTYPES = {
     "cpu": (torch.float64, torch.float32, torch.bfloat16, torch.float16),
     "cuda": (torch.bfloat16, torch.float16),
@@ -142,10 +144,39 @@ def parse(path: str, device_type: str, *, distributed: bool) -> Request:
                 f"{name}: {path!r} is not a path on {device_type}; expected one of {', '.join(allowed)}, where a "
                 f"transport is one of {', '.join(TRANSPORTS)}."
             )
+    if transport == FUSED and gemm not in (None, "streamk"):
+        raise ArgumentError(
+            f"{name}: 'fused' is one kernel, 'fused+streamk', and cannot multiply by {gemm!r}."
+        )
     if not distributed:
         # TPK_PATH=nccl+cublas means cublas for a local product; a transport alone means our own kernel.
         transport = None
     return Request(transport, gemm or "streamk", name)
+
+
+def choose_transport(
+    request: Request,
+    transport: str,
+    group_name: str,
+    world: int,
+    device_type: str,
+    dtype: torch.dtype,
+    out_dtype: torch.dtype,
+) -> str:
+    """What carries data for an operation that can be fused; ``transport`` is what the group has.
+
+    Whether the ranks can reach each other is found out later (:mod:`tpkernels.comm.ranks`), as they have to be asked.
+    """
+    if request.transport != FUSED:
+        check_transport(request, transport, group_name)
+        return transport
+    if world == 1:
+        return transport  # carries nothing
+    if device_type != "meta":
+        missing = conditions.call_missing(device_type, dtype, out_dtype, world, runtime.active.device_types)
+        if missing is not None:
+            raise BackendError(f"{request.source}: 'fused' was asked for, but {missing}; use 'auto'.")
+    return FUSED
 
 
 def check_transport(request: Request, transport: str, group_name: str) -> None:

@@ -63,10 +63,15 @@ def run_products(
         )
         for b, bias in zip(bs, plan.biases, strict=True)
     ]
-    detail = ", ".join(_gemm.describe(a, b) for b in bs)
+    note_products(op, plan, a, bs)
+    return [p.out for p in products] + [kept for p in products for kept in p.kept]
+
+
+def note_products(op: str, plan: Plan, a: Tensor, bs: Sequence[Tensor], rows: int | None = None) -> None:
+    """Record what ran; ``rows``: of the products, where they are not those of ``a``."""
+    detail = ", ".join(_gemm.describe(a, b, rows=rows) for b in bs)
     transport = plan.transport if plan.group.world > 1 else "none"
     _paths.record(op, transport, plan.choice.gemm, detail, plan.choice.why)
-    return [p.out for p in products] + [kept for p in products for kept in p.kept]
 
 
 def preact_grads(

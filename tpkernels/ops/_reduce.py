@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tpkernels.comm import fused
 from tpkernels.errors import ArgumentError, ShapeError
 from tpkernels.ops import _agreement, _checks, _collectives, _gemm, _groups, _paths
 from tpkernels.ops._groups import Group
@@ -76,7 +77,9 @@ def _plan(
         sizes = _groups.scatter_sizes(shape[dim], scatter[1], group, "a")
     transport = _groups.transport_of(group, a.device, "a")
     request = _paths.parse(path, a.device.type, distributed=True)
-    _paths.check_transport(request, transport, group.name)
+    transport = _paths.choose_transport(
+        request, transport, group.name, group.world, a.device.type, a.dtype, dtype
+    )
     choice = _paths.choose_gemm(request, a.device.type, a.dtype)
     return _Plan(group, dim, sizes, shape, dtype, transport, choice)
 
@@ -112,6 +115,7 @@ def _facts(
         "the output's dtype": str(plan.out_dtype),
         "bias given": bias is not None,
         "residual given": residual is not None,
+        "path 'fused'": plan.transport == _paths.FUSED,
         "gradients wanted (any a, any b, bias)": grads_wanted(as_, bs, [] if bias is None else [bias]),
     }
 
@@ -145,9 +149,14 @@ def _matmul_reduce_scatter(
             "shard_sizes (or those that None stands for)": plan.sizes,
         },
     )
-    out = _collectives.reduce_scatter(
-        _partial(plan, a, b), plan.dim, plan.sizes, group, plan.out_dtype, bias=bias, residual=residual
-    )
+    if plan.transport == _paths.FUSED:
+        out = fused.matmul_reduce_scatter(
+            group, a, b, bias, residual, plan.dim, plan.sizes, out_dtype=plan.out_dtype
+        )
+    else:
+        out = _collectives.reduce_scatter(
+            _partial(plan, a, b), plan.dim, plan.sizes, group, plan.out_dtype, bias=bias, residual=residual
+        )
     _note("matmul_reduce_scatter", plan, a, b)
     return out
 
@@ -188,9 +197,12 @@ def _matmul_all_reduce(
     plan = _agreement.validated(
         "matmul_all_reduce", group, _sample(a), validate, lambda plan: _facts(a, b, plan, bias, residual)
     )
-    out = _collectives.all_reduce_sum(
-        _partial(plan, a, b), group, plan.out_dtype, bias=bias, residual=residual
-    )
+    if plan.transport == _paths.FUSED:
+        out = fused.matmul_all_reduce(group, a, b, bias, residual, out_dtype=plan.out_dtype)
+    else:
+        out = _collectives.all_reduce_sum(
+            _partial(plan, a, b), group, plan.out_dtype, bias=bias, residual=residual
+        )
     _note("matmul_all_reduce", plan, a, b)
     return out
 

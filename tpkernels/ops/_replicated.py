@@ -33,7 +33,8 @@ def _plan_replicated(
     dtype = _checks.check_out_dtype(out_dtype, a.dtype)
     transport = _groups.transport_of(group, a.device, "a")
     request = _paths.parse(path, a.device.type, distributed=True)
-    _paths.check_transport(request, transport, group.name)
+    if request.transport != _paths.FUSED:  # nothing travels before the gradient, which can be fused
+        _paths.check_transport(request, transport, group.name)
     choice = _paths.choose_gemm(request, a.device.type, a.dtype)
     return Plan(group, 0, [], dtype, "none", choice, by_weight)
 

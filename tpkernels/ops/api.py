@@ -13,9 +13,15 @@ Semantics shared by all of them:
 - Arrays of other libraries are taken through DLPack, without a copy; results are torch tensors.
 - ``path`` forces an implementation (see :mod:`tpkernels.ops._paths`); ``"auto"`` may be overridden by the
   environment variable ``TPK_PATH``. ``tpkernels.last_path()`` tells what ran.
+- Path "fused" (Hopper GPUs of one host, bfloat16 and float16) lets rows travel while others are multiplied, in
+  ``all_gather_matmul`` and ``matmul_reduce_scatter`` and their gradients. All ranks of a group ask for it alike. It
+  uses memory that ranks share, which its first calls, and calls that need more, allocate together: make one call
+  before capturing a CUDA graph, or ``tpkernels.reserve`` the memory. A wait for a rank that does not come ends after
+  the group's timeout, or TPK_COMM_TIMEOUT_S seconds, with ``CommTimeoutError``.
 
 Errors are of :mod:`tpkernels.errors`: ``ShapeError``, ``DTypeError``, ``DeviceError``, ``GroupError``,
-``ArgumentError``, ``AliasError``, ``BackendError`` and, under ``TPK_CHECK=1``, ``MismatchError``.
+``ArgumentError``, ``AliasError``, ``BackendError``, ``CommTimeoutError`` and, under ``TPK_CHECK=1``,
+``MismatchError``.
 """
 
 from __future__ import annotations
@@ -130,7 +136,7 @@ def all_gather_matmul(
         keep_gathered: keep the gathered operand for the weight gradient instead of gathering it again in the
             backward pass: world times the memory for one collective less.
         save_preact: as in :func:`matmul`.
-        path: "auto", a transport ("nccl", "gloo": with our kernel), "<transport>+<gemm>", or a gemm alone.
+        path: "auto", a transport ("nccl", "gloo": with our kernel), "<transport>+<gemm>", a gemm alone, or "fused".
 
     Returns:
         [..., N] with the gathered rows; a list if ``b`` is a list; ``(that, gathered)`` if ``return_gathered``.
@@ -229,7 +235,8 @@ def matmul_reduce_scatter(
         path: as in :func:`all_gather_matmul`.
 
     Returns:
-        This rank's rows, [..., N]. Partials are added in rank order in float32: the same bits on every run.
+        This rank's rows, [..., N]. Partials are added in rank order in float32: the same bits on every run. On path
+        "fused" this rank's own partial is not rounded before.
     """
     group_name = group_name_of(group)
     try:
@@ -257,7 +264,7 @@ def matmul_all_reduce(
     """Sum of every rank's ``a @ b``, ``+ bias + residual``, on every rank.
 
     Arguments as in :func:`matmul_reduce_scatter`; ``residual`` has the shape of the whole product and is the
-    same on every rank. The result is replicated: bitwise equal on every rank.
+    same on every rank. The result is replicated: bitwise equal on every rank. It is not on path "fused" yet.
     """
     group_name = group_name_of(group)
     try:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tpkernels.comm import described
 from tpkernels.errors import ArgumentError
 from tpkernels.ops import _collectives, _gemm, _groups, _paths, _plans, api
 from tpkernels.ops._arrays import tensor
@@ -35,6 +36,8 @@ class Explanation:
         plan_why: why that plan cuts tiles, or does not.
         candidates: predicted times of the best plans of other tiles, and of cuBLAS where there is an estimate, cheapest
             first: (microseconds, what).
+        transfers: how rows travel on path "fused"; on another path, whether "fused" could be asked for instead. Empty
+            where the operation cannot be fused, or nothing travels.
     """
 
     op: str
@@ -45,11 +48,14 @@ class Explanation:
     plan: dict[str, Any] | None = field(default=None)
     plan_why: str = ""
     candidates: tuple[tuple[float, str], ...] = ()
+    transfers: str = ""
 
     def __str__(self) -> str:
         lines = [f"{self.op}: path {self.path}", f"  product   {self.product}", f"  because   {self.why}"]
         if "+" in self.path:
             lines.append(f"  receives  {self.wire_bytes:,} bytes from other ranks")
+        if self.transfers:
+            lines.append(f"  fused     {self.transfers}")
         if self.plan is not None:
             used = "" if self.path.endswith("streamk") else " (not on this path)"
             p = self.plan
@@ -97,30 +103,36 @@ def explain(op: str, a: Any, b: Any, group: _groups.GroupLike = None, **options:
     members = None if op == "matmul" else _groups.resolve(_groups.group_name_of(group))
     device = _device_type(operand, members)
     request = _paths.parse(options.get("path", "auto"), device, distributed=members is not None)
-    choice = _paths.choose_gemm(request, device, operand.dtype)
     shape = list(operand.shape)
     if op == "all_gather_matmul":
         dim = options.get("gather_dim", 0) % operand.dim()
         shape[dim] = out.shape[dim]
     whole = torch.empty(shape, dtype=operand.dtype, device="meta")
-    name, wire = choice.gemm, 0
+    prefix, wire, transfers = "", 0, ""
     if members is not None and members.world > 1 and op != "matmul_replicated":
         transport = _groups.transport_of(members, torch.device(device), "a")
-        _paths.check_transport(request, transport, members.name)
-        name = f"{transport}+{choice.gemm}"
-        wire = _wire_bytes(op, operand, out, members, options)
-    described = _gemm.describe(whole, weight, gated=options.get("gate") is not None)
+        if op in described.OPS:
+            place, dtypes, rows = _place(operand, device), (operand.dtype, out.dtype), math.prod(shape[:-1])
+            transfers = described.transfers(op, request, members, place, dtypes, rows)
+        if request.transport == _paths.FUSED:
+            transport = _paths.FUSED
+        else:
+            _paths.check_transport(request, transport, members.name)
+        prefix = f"{transport}+"
+        wire = _wire_bytes(op, operand, out, members, options, padded=transport != _paths.FUSED)
+    choice = _paths.choose_gemm(request, device, operand.dtype)
+    name = prefix + choice.gemm
+    sizes = _gemm.describe(whole, weight, gated=options.get("gate") is not None)
     if operand.dtype not in _paths.STREAMK_DTYPES.get(device, ()):
-        return Explanation(op, name, described, choice.why, wire)
+        return Explanation(op, name, sizes, choice.why, wire, transfers=transfers)
     product = _product(whole, weight, _follows(op, operand, weight, options))
     if op == "matmul":  # the others gather or keep rows of K
         product = product._replace(outer_major=operand.stride(-1) != 1 and weight.stride(-1) == 1)
     machine = _plans.machine_of(device, operand.device)
     plans = _plans.candidates(product, machine)
     plan_why = _plans.why(product, machine, plans[0])
-    return Explanation(
-        op, name, described, choice.why, wire, plans[0], plan_why, _listed(product, machine, plans)
-    )
+    listed = _listed(product, machine, plans)
+    return Explanation(op, name, sizes, choice.why, wire, plans[0], plan_why, listed, transfers)
 
 
 def _tensors(name: str, value: Any) -> list[Tensor]:
@@ -147,15 +159,25 @@ def _device_type(operand: Tensor, members: _groups.Group | None) -> str:
     return "cuda" if "cpu" not in types or ("cuda" in types and torch.cuda.is_available()) else "cpu"
 
 
-def _wire_bytes(op: str, a: Tensor, out: Tensor, members: _groups.Group, options: dict[str, Any]) -> int:
-    """Bytes that this rank receives in the forward pass."""
+def _place(operand: Tensor, device: str) -> torch.device:
+    """The device itself, with its index, as tensors name it."""
+    if operand.device.type != "meta":
+        return operand.device
+    indexed = device == "cuda" and torch.cuda.is_available()
+    return torch.device(device, torch.cuda.current_device()) if indexed else torch.device(device)
+
+
+def _wire_bytes(
+    op: str, a: Tensor, out: Tensor, members: _groups.Group, options: dict[str, Any], *, padded: bool
+) -> int:
+    """Bytes that this rank receives in the forward pass. padded: shorter shards travel as long as the longest."""
     others = members.world - 1
     if op == "all_gather_matmul":
         dim = options.get("gather_dim", 0) % a.dim()
         sizes = options.get("shard_sizes") or [a.shape[dim]] * members.world
         row = math.prod(n for d, n in enumerate(a.shape) if d != dim)
-        received: int = others * max(sizes) * row * a.element_size()  # shorter shards are padded for the wire
-        return received
+        received: int = others * max(sizes) if padded else sum(sizes) - sizes[members.rank]
+        return received * row * a.element_size()
     size = out.numel() * out.element_size()
     if op == "matmul_reduce_scatter" or size <= _collectives.ONE_SHOT_BYTES:
         return others * size

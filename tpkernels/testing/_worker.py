@@ -30,6 +30,7 @@ class WorkerConfig:
     rank: int
     size: int
     backend: str
+    share_gpu: bool
     port: int
     collective_timeout_s: float
     stack_file: str
@@ -41,7 +42,8 @@ class RankContext:
     """What a function run by ``RankPool.run`` gets first: its place among the ``world`` ranks of this run.
 
     ``group`` holds exactly the ranks 0..world-1 and ``group_name`` is the string that ops take. The process's default
-    group spans the whole pool: pass ``ctx.group`` unless ``world`` is the pool's size. ``device`` is cpu, or cuda:rank.
+    group spans the whole pool: pass ``ctx.group`` unless ``world`` is the pool's size. ``device`` is cpu, or cuda:rank
+    (cuda:0 where the ranks share a GPU).
     """
 
     rank: int
@@ -80,11 +82,17 @@ def worker_main(config: WorkerConfig, pipe: Connection) -> None:
         dist.destroy_process_group()
 
 
+def device_of(config: WorkerConfig) -> torch.device:
+    """Where the rank computes."""
+    if config.share_gpu:
+        return torch.device("cuda", 0)
+    return torch.device("cuda", config.rank) if config.backend == "nccl" else torch.device("cpu")
+
+
 def _join(config: WorkerConfig) -> dict[int, RankContext]:
     """Enter the default group and one subgroup for every world size from this rank on; {world: context}."""
-    device = torch.device("cpu")
-    if config.backend == "nccl":
-        device = torch.device("cuda", config.rank)
+    device = device_of(config)
+    if device.type == "cuda":
         torch.cuda.set_device(device)
     timeout = datetime.timedelta(seconds=config.collective_timeout_s)
     store = TCPStore("127.0.0.1", config.port, is_master=False, timeout=timeout)

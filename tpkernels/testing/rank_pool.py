@@ -23,6 +23,13 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from tpkernels.testing._messages import Result, make_task
 from tpkernels.testing._worker import WorkerConfig, worker_main
 
+# Several ranks on one GPU: without the first, symmetric memory refuses that. No multicast, as everywhere here.
+SHARED_GPU_ENV = {
+    "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NCCL_NVLS_ENABLE": "0",
+}
+
 
 class RankError(RuntimeError):
     """A function raised on one or more ranks.
@@ -54,6 +61,9 @@ class RankPool:
     Args:
         size: number of processes, so the largest world a run may ask for.
         backend: "gloo" (CPU tensors) or "nccl" (rank r on cuda:r; needs ``size`` GPUs).
+        share_gpu: with "gloo", every rank computes on cuda:0, and symmetric memory may be mapped between them. The
+            processes take turns on the GPU by time slices, so a kernel that waits for another rank costs milliseconds:
+            small problems, long timeouts, and no conclusions about speed.
         timeout: default limit of one run, seconds.
         start_timeout: limit for the start of all processes, seconds.
         seed: torch's seed in every rank at the start of every run (equal on all ranks).
@@ -74,6 +84,7 @@ class RankPool:
         size: int,
         backend: str = "gloo",
         *,
+        share_gpu: bool = False,
         timeout: float = 60.0,
         start_timeout: float = 120.0,
         seed: int = 0,
@@ -83,13 +94,18 @@ class RankPool:
             raise ValueError(f"size must be at least 1 process, got {size}")
         if backend not in ("gloo", "nccl"):
             raise ValueError(f"backend must be 'gloo' or 'nccl', got {backend!r}")
+        if share_gpu and backend != "gloo":
+            raise ValueError(
+                f"share_gpu needs the backend 'gloo', got {backend!r}: NCCL refuses two ranks on one GPU"
+            )
         self.size = size
         self.backend = backend
+        self.share_gpu = share_gpu
         self.timeout = timeout
         self.start_timeout = start_timeout
         self.seed = seed
         self.starts = 0
-        self._env = dict(env or {})
+        self._env = {**(SHARED_GPU_ENV if share_gpu else {}), **(env or {})}
         self._processes: list[SpawnProcess] = []
         self._pipes: list[Connection] = []
         self._store: TCPStore | None = None
@@ -126,7 +142,8 @@ class RankPool:
             grace: seconds the other ranks get once one has failed; after that they count as waiting for it in vain.
 
         Raises:
-            RankError: a rank raised. The pool lives on if every rank raised one type of exception, else it restarts.
+            RankError: a rank raised. The pool lives on if every rank raised one type of exception, and none that CUDA
+                does not survive; else it restarts.
             RankTimeoutError, RankDiedError: a rank hung or died; the pool is killed and the next run restarts it.
         """
         world = self.size if world is None else world
@@ -146,8 +163,10 @@ class RankPool:
                 len(kinds) > 1
                 or len(answers) < world
                 or not all(answer.traceback for answer in answers.values())
+                or any(_is_spent(answer) for answer in answers.values())
             ):
-                self.close()  # Some ranks went further than others, so their collectives no longer match.
+                # Some ranks went further than others, so their collectives no longer match; or CUDA is lost.
+                self.close()
             self._raise_failure(answers, what)
         return [pickle.loads(answers[rank].value or b"") for rank in range(world)]
 
@@ -189,6 +208,7 @@ class RankPool:
                 rank,
                 self.size,
                 self.backend,
+                self.share_gpu,
                 self._store.port,
                 self.start_timeout + 600,
                 self._stack_file(rank),
@@ -309,3 +329,8 @@ class RankPool:
         time.sleep(0.3)
         with open(self._stack_file(rank)) as file:
             return file.read() or "(no stack)"
+
+
+def _is_spent(answer: Result) -> bool:
+    """A CUDA error lasts as long as its process."""
+    return answer.exc_type == "CommTimeoutError" or "CUDA error" in answer.traceback

@@ -125,6 +125,7 @@ class DeviceCache {
 
   LaunchPlan plan(const GemmCall& call, const Demands& demands, const Residency& r) {
     const Problem& p = call.problem;
+    const Ranks ranks = ranks_of(call.hooks);
     Key key{p.batch,
             p.m,
             p.n,
@@ -136,6 +137,7 @@ class DeviceCache {
             demands.gated,
             demands.finishes,
             demands.outer_major,
+            ranks.key(),
             std::string(call.schedule),
             std::string(call.tile)};
     const std::lock_guard lock(mutex_);
@@ -143,9 +145,11 @@ class DeviceCache {
     if (found != plans_.end()) return found->second;
     if (plans_.size() >= kMaxPlans) plans_.clear();
     LaunchPlan made;
-    made.gemm = plan_gemm(p, call.schedule, call.workers, call.splits, call.tile, demands, r);
+    made.gemm = plan_gemm(p, call.schedule, call.workers, call.splits, call.tile, demands, r, ranks);
     const Plan& plan = made.gemm.plan;
-    made.shares = static_cast<int32_t>(divided_shares(plan.schedule));
+    // A share may have rows that wait for other ranks; one finisher of a tile does so alone.
+    made.shares =
+        ranks.direction == Direction::kDeparture ? 0 : static_cast<int32_t>(divided_shares(plan.schedule));
     made.opening = open_schedule(plan.schedule, plan.order, made.shares);
     return plans_[std::move(key)] = made;
   }
@@ -169,7 +173,7 @@ class DeviceCache {
 
  private:
   using Key = std::tuple<int64_t, int64_t, int64_t, int64_t, int, int, int64_t, int64_t, bool, bool, bool,
-                         std::string, std::string>;
+                         std::string, std::string, std::string>;
   static constexpr size_t kMaxPlans = 1024;
   std::mutex mutex_;
   std::set<std::pair<int, const void*>> prepared_;

@@ -81,7 +81,8 @@ __device__ __forceinline__ void finish_divided(const GemmParams& p, SharedStorag
     comm::u64 seen;
     if (!comm::wait_bits(arrivals.word, arrivals.all(), p.timeout_ns, &seen)) {
       const int missing = __ffs(static_cast<int>(~seen & arrivals.all())) - 1;
-      report_late(p.fault, FaultKind::kPartial, item.first_slot + missing, item.end_slot, 0, kPartialReady);
+      report_late({p.timeout_ns, p.fault}, FaultKind::kPartial, item.first_slot + missing, item.end_slot, 0,
+                  kPartialReady);
     }
     left = arrivals.left(seen);
   }

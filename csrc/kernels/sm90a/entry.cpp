@@ -30,6 +30,7 @@ struct Operands {
   OperandView a;
   OperandView b;
   OperandView gate;
+  OperandView own;  // rows of a; no data: none
 };
 
 OperandView take_operand(const char* name, const std::optional<OperandView>& view) {
@@ -59,6 +60,13 @@ Operands read_operands(const GemmCall& c) {
       throw Refusal{
           "gate must lie in memory as b does: the same dimension contiguous, broadcast in both or neither."};
     }
+  }
+  if (c.hooks != nullptr && c.hooks->arrival.own.data != nullptr) {
+    const ArrivalHook& h = c.hooks->arrival;
+    const int64_t rows = h.ranks.row_end[h.ranks.rank] - h.ranks.begin(h.ranks.rank);
+    o.own = take_operand("own", view_operand(h.own, 1, rows, h.own.row_stride, p.k, h.own.col_stride));
+    if (o.own.major != Major::kK || o.a.major != Major::kK)
+      throw Refusal{"a and the own rows must have K contiguous."};
   }
   return o;
 }
@@ -106,20 +114,51 @@ void fill_maps(GemmParams& p, const GemmCall& c, const Operands& o, const GemmPl
   };
   p.map_b = map_b(o.b);
   if (p.gated) p.map_gate = map_b(o.gate);
+  if (o.own.tensor.data != nullptr) {
+    const RankRows& ranks = c.hooks->arrival.ranks;
+    p.map_own = operand_map(o.own, c.element, tile.bm, share_a);
+    p.own_begin = ranks.begin(ranks.rank);
+    // Nothing comes behind the last row.
+    const int32_t end = ranks.row_end[ranks.rank];
+    p.own_end = end == c.problem.m ? std::numeric_limits<int32_t>::max() : end;
+  }
   p.batch_step_a = o.a.batch_step;
   p.batch_step_b = o.b.batch_step;
+}
+
+// A matrix of the own rows alone, addressed by row of M.
+template <class Strided>
+Strided by_row_of_m(Strided m, int32_t first) {
+  m.data = reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(m.data) - first * m.row_stride);
+  return m;
+}
+
+void fill_departure(GemmParams& p, const GemmCall& c) {
+  const DepartureHook& h = c.hooks->departure;
+  Problem q = c.problem;
+  const int32_t first = h.ranks.begin(h.ranks.rank);
+  q.m = h.ranks.row_end[h.ranks.rank] - first;
+  p.departs = true;
+  p.own_rows = {first, static_cast<int32_t>(first + q.m), by_row_of_m(output_of(c.out, q), first),
+                h.addends_before};
+  p.out = output_of(h.others, c.problem);
+  p.out.aligned = true;  // rows have room for whole chunks
+  if (c.residual.data != nullptr) p.late[p.num_late++] = by_row_of_m(addend_of(c.residual, q), first);
+  p.plain = p.fast = false;
 }
 
 void fill_epilogue(GemmParams& p, const GemmCall& c) {
   const Problem& q = c.problem;
   p.out_kind = c.out.kind;
-  p.out = output_of(c.out, q);
+  if (c.hooks != nullptr) p.hooks = *c.hooks;
   if (c.preact.data != nullptr) p.preact = output_of(c.preact, q);
   p.bias = c.bias.data;
   p.bias_kind = c.bias.kind;
   p.bias_stride = c.problem.n > 1 ? c.bias.col_stride * bytes_of(c.bias.kind) : 0;
   p.activation = c.activation;
   p.alpha = c.alpha;
+  if (ranks_of(c.hooks).direction == Direction::kDeparture) return fill_departure(p, c);
+  p.out = output_of(c.out, q);
   p.reduce = c.accumulate && c.out.kind == ScalarKind::kFp32 && p.out.aligned;
   const auto add_late = [&](const Matrix& m) {
     if (p.num_late == 0)
@@ -128,7 +167,6 @@ void fill_epilogue(GemmParams& p, const GemmCall& c) {
   };
   if (c.residual.data != nullptr) add_late(c.residual);
   if (c.accumulate && !p.reduce) add_late(c.out);
-  if (c.hooks != nullptr) p.hooks = *c.hooks;
   p.fast = p.out.aligned && p.preact.data == nullptr && p.hooks.sum.count == 0 &&
            p.num_late == (p.late_staged ? 1 : 0);
   p.plain = p.out.aligned && !p.gated && p.alpha == 1.0f && p.bias == nullptr && p.preact.data == nullptr &&
@@ -146,7 +184,10 @@ void fill_doorbell_targets(GemmParams& p, const GemmPlan& plan) {
   int64_t begin = 0;
   for (int32_t c = 0; c < h.num_chunks; ++c) {
     const int64_t end = std::min<int64_t>(h.row_end[c], p.problem.m);
-    const int64_t rows = end > begin ? ceil_div(end, tile.bm) - begin / tile.bm : 0;
+    // Rows of tiles begin anew with every rank, or go through all of M.
+    const int64_t rows = end <= begin            ? 0
+                         : plan.blocks.count > 0 ? ceil_div(end - begin, tile.bm)
+                                                 : ceil_div(end, tile.bm) - begin / tile.bm;
     h.target[c] = static_cast<uint32_t>(rows * columns * units);
     begin = std::max(begin, end);
   }
@@ -180,11 +221,20 @@ void fill_workspace(GemmParams& p, const GemmPlan& plan, const Allocator& alloca
              "The launch that clears flags");
 }
 
-void launch(const GemmCall& call, cudaStream_t stream, const Allocator& allocator) {
+// All that is decided before anything is launched. Loads the kernel, too.
+struct Prepared {
+  Operands operands;
+  LaunchPlan plan;
+  KernelInfo kernel;
+  int64_t resident = 1;  // clusters that run at once
+};
+
+Prepared prepare(const GemmCall& call) {
   // A thread that has not called CUDA before has no context, which encoding a tensor map needs (autograd's
   // threads).
   check_cuda(cudaSetDevice(call.device), "cudaSetDevice");
-  const Operands operands = read_operands(call);
+  Prepared out;
+  out.operands = read_operands(call);
   DeviceCache& cache = DeviceCache::instance();
   Residency residency = cache.residency(call.device);
   for (auto& of_tile : residency.clusters) {
@@ -197,37 +247,43 @@ void launch(const GemmCall& call, cudaStream_t stream, const Allocator& allocato
                             call.residual.data != nullptr || call.preact.data != nullptr ||
                             call.activation != Activation::kNone ||
                             (call.accumulate && call.out.kind != ScalarKind::kFp32),
-                        operands.a.major == Major::kOuter && operands.b.major == Major::kOuter};
-  const LaunchPlan launch_plan = cache.plan(call, demands, residency);
-  const GemmPlan& plan = launch_plan.gemm;
-  const KernelInfo kernel = find_kernel(plan.tile, call.element, operands.a.major, operands.b.major);
-  cache.prepare(call.device, kernel);
+                        out.operands.a.major == Major::kOuter && out.operands.b.major == Major::kOuter};
+  out.plan = cache.plan(call, demands, residency);
+  const GemmPlan& plan = out.plan.gemm;
+  out.kernel = find_kernel(plan.tile, call.element, out.operands.a.major, out.operands.b.major);
+  cache.prepare(call.device, out.kernel);
+  out.resident =
+      std::max<int64_t>(1, residency.clusters[static_cast<int>(plan.tile)][cluster_index(plan.cluster)]);
+  return out;
+}
 
+void launch(const GemmCall& call, cudaStream_t stream, const Allocator& allocator) {
+  const Prepared prepared = prepare(call);
+  const GemmPlan& plan = prepared.plan.gemm;
   GemmParams p;
   p.problem = call.problem;
   p.gated = call.gate.data != nullptr;
   p.cluster_m = plan.cluster.m;
   p.cluster_n = plan.cluster.n;
   p.schedule = plan.plan.schedule;
-  p.shares = launch_plan.shares;
-  p.opening = launch_plan.opening;
+  p.blocks = plan.blocks;
+  p.shares = prepared.plan.shares;
+  p.opening = prepared.plan.opening;
   p.order = plan.plan.order;
   p.timeout_ns = call.timeout_ns;
-  p.fault = cache.fault();
-  fill_maps(p, call, operands, plan);
+  p.fault = DeviceCache::instance().fault();
+  fill_maps(p, call, prepared.operands, plan);
   fill_epilogue(p, call);
   fill_doorbell_targets(p, plan);
   fill_workspace(p, plan, allocator, stream);
 
-  const int64_t resident =
-      std::max<int64_t>(1, residency.clusters[static_cast<int>(plan.tile)][cluster_index(plan.cluster)]);
-  const int64_t clusters = std::min<int64_t>(p.schedule.workers, resident);
+  const int64_t clusters = std::min<int64_t>(p.schedule.workers, prepared.resident);
   // Never all, where a cluster has more than one worker: it may not wait for what it has yet to do itself.
   p.clusters_started = p.schedule.workers > clusters ? ~0u : static_cast<uint32_t>(clusters);
-  ClusterLaunch launch(clusters, plan.cluster, kernel, stream);
+  ClusterLaunch launch(clusters, plan.cluster, prepared.kernel, stream);
   launch.start_early();
   void* arguments[] = {&p};
-  check_cuda(cudaLaunchKernelExC(&launch.config, kernel.function, arguments),
+  check_cuda(cudaLaunchKernelExC(&launch.config, prepared.kernel.function, arguments),
              "The launch of the Hopper Stream-K kernel");
 }
 
@@ -235,12 +291,11 @@ void say(char* message, size_t bytes, const std::string& sentence) {
   std::snprintf(message, bytes, "%s", sentence.c_str());
 }
 
-}  // namespace
-
-GemmOutcome run_gemm(const GemmCall& call, void* stream, const Allocator& allocator, char* message,
-                     size_t message_bytes) {
+// Runs `work`, and turns what it throws into an outcome and a sentence.
+template <class Work>
+GemmOutcome outcome_of(Work work, char* message, size_t message_bytes) {
   try {
-    launch(call, static_cast<cudaStream_t>(stream), allocator);
+    work();
     return GemmOutcome::kDone;
   } catch (const Refusal& refusal) {
     say(message, message_bytes, refusal.sentence);
@@ -248,13 +303,26 @@ GemmOutcome run_gemm(const GemmCall& call, void* stream, const Allocator& alloca
   } catch (const std::exception& error) {
     std::string sentence = error.what();
     try {
-      const std::string fault = fault_sentence(*DeviceCache::instance().fault(), call.timeout_ns);
+      const std::string fault = fault_sentence(*DeviceCache::instance().fault());
       if (!fault.empty()) sentence = "an earlier launch was stopped: " + fault;
     } catch (const std::exception&) {
     }
     say(message, message_bytes, sentence);
     return GemmOutcome::kFailed;
   }
+}
+
+}  // namespace
+
+GemmOutcome run_gemm(const GemmCall& call, void* stream, const Allocator& allocator, char* message,
+                     size_t message_bytes) {
+  return outcome_of([&] { launch(call, static_cast<cudaStream_t>(stream), allocator); }, message,
+                    message_bytes);
+}
+
+GemmOutcome find_tile_rows(const GemmCall& call, int64_t* rows, char* message, size_t message_bytes) {
+  return outcome_of([&] { *rows = kTileShapes[static_cast<int>(prepare(call).plan.gemm.tile)].bm; }, message,
+                    message_bytes);
 }
 
 }  // namespace tpk::sm90a

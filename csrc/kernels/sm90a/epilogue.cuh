@@ -15,7 +15,7 @@ namespace tpk::sm90a {
 template <class Tile>
 __device__ __forceinline__ void store_plain(const GemmParams& p, const WorkItem& item, int row,
                                             const Accumulators<Tile>& acc, const StagingBuffer& staging) {
-  const int rows = static_cast<int>(p.problem.m);
+  const int rows = item.m_end;
   const int cols = static_cast<int>(p.problem.n);
 #pragma unroll
   for (int block = 0; block < Tile::kBlocks; ++block, row += 64) {
@@ -65,7 +65,7 @@ __device__ __forceinline__ void store_units(const GemmParams& p, const WorkItem&
   constexpr int kColumns = 2 * kValues;
   constexpr int kPerBlock = Tile::kBN / kColumns;
   const int units = units_of<Tile, kValues>(p) / Tile::kBlocks;
-  const int rows = static_cast<int>(p.problem.m);
+  const int rows = item.m_end;
   const int cols = static_cast<int>(p.problem.n);
   int block = begin / units;
   int unit = begin - block * units;
@@ -115,7 +115,7 @@ __device__ __forceinline__ void store_activated(const GemmParams& p, const WorkI
   constexpr int kStep = kUnits * kValues;
   constexpr int kPerBlock = Tile::kBlockAccumulators;
   static_assert(kPerBlock % kStep == 0, "A step lies in one block.");
-  const int rows = static_cast<int>(p.problem.m);
+  const int rows = item.m_end;
   const int cols = static_cast<int>(p.problem.n);
   int col = 0;
 #pragma unroll 1
@@ -192,10 +192,11 @@ __device__ __forceinline__ void ring_doorbells(const GemmParams& p, const WorkIt
   __threadfence_system();             // every lane's own stores
   __syncwarp();
   if (lane != 0) return;
+  const int tile_end = min(item.m + rows, item.m_end);
   int begin = 0;
-  for (int c = 0; c < h.num_chunks && begin < item.m + rows; ++c) {
+  for (int c = 0; c < h.num_chunks && begin < tile_end; ++c) {
     const int end = h.row_end[c];
-    if (end > item.m && end > begin) {
+    if (end > item.m && end > begin && c != h.silent) {
       const auto more = static_cast<uint32_t>(units);
       if (comm::add_acq_rel(h.counters + c, more) + more == h.target[c]) {
         h.counters[c] = 0;

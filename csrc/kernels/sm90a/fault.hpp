@@ -1,4 +1,4 @@
-// Record of a wait inside the kernel that took too long. Pure C++.
+// Record of a wait inside a kernel that took too long. Pure C++.
 #pragma once
 
 #include <cstdint>
@@ -6,38 +6,46 @@
 
 namespace tpk::sm90a {
 
-enum class FaultKind : uint32_t { kNone, kFilling, kPartial, kChunk, kAddend };
+enum class FaultKind : uint32_t { kNone, kFilling, kPartial, kChunk, kAddend, kConsumed, kResult };
 
 struct FaultRecord {
   uint32_t kind = 0;  // FaultKind; written last
   uint32_t cta = 0;
   int32_t index = 0;  // of the partial tile, the chunk or the addend
   int32_t part = 0;   // partial: the first one behind; chunk: slab; addend: row
+  int32_t peer = -1;  // the rank that did not come, where there are ranks
   uint32_t seen = 0;
   uint32_t expected = 0;
+  uint32_t timeout_ms = 0;
 };
 
 // A sentence; empty where the record is.
-inline std::string fault_sentence(const FaultRecord& r, uint64_t timeout_ns) {
+inline std::string fault_sentence(const FaultRecord& r) {
   const auto kind = static_cast<FaultKind>(r.kind);
   if (kind == FaultKind::kNone || kind == FaultKind::kFilling) return {};
+  const std::string index = std::to_string(r.index);
+  const std::string part = std::to_string(r.part);
+  const std::string sender = r.peer >= 0 ? "Rank " + std::to_string(r.peer) : "The rank that";
   std::string what;
-  std::string cause;
+  std::string cause = sender + (r.peer >= 0 ? ", which sends it, did not." : " sends it did not.");
   if (kind == FaultKind::kPartial) {
-    what = "partial tile " + std::to_string(r.index) + " of those before " + std::to_string(r.part);
+    what = "partial tile " + index + " of those before " + part;
     cause =
         "The cluster that computes it did not finish: the device is held by another kernel, or this is a "
         "bug.";
   } else if (kind == FaultKind::kChunk) {
-    what = "slab " + std::to_string(r.part) + " of chunk " + std::to_string(r.index) + " of a";
-    cause = "The rank that sends it did not.";
+    what = "slab " + part + " of chunk " + index + " of a";
+  } else if (kind == FaultKind::kAddend) {
+    what = "row " + part + " of addend " + index;
+  } else if (kind == FaultKind::kResult) {
+    what = "the sums of rank " + index;
   } else {
-    what = "row " + std::to_string(r.part) + " of addend " + std::to_string(r.index);
-    cause = "The rank that sends it did not.";
+    what = "rank " + std::to_string(r.peer) + " to have read what it was sent before";
+    cause = "It did not call, or it stands still.";
   }
-  return "CTA " + std::to_string(r.cta) + " waited " + std::to_string(timeout_ns / 1000000) + " ms for " +
-         what + ": its flag is " + std::to_string(r.seen) + ", expected " + std::to_string(r.expected) +
-         ". " + cause + " The launch was stopped; its output must not be used, and CUDA needs a new process.";
+  return "CTA " + std::to_string(r.cta) + " waited " + std::to_string(r.timeout_ms) + " ms for " + what +
+         ": its flag is " + std::to_string(r.seen) + ", expected " + std::to_string(r.expected) + ". " +
+         cause + " The launch was stopped; its output must not be used, and CUDA needs a new process.";
 }
 
 }  // namespace tpk::sm90a

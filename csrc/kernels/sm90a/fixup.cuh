@@ -72,8 +72,8 @@ __device__ __forceinline__ void load_partials(const GemmParams& p, SharedStorage
   const SlotView<Tile> view(p, at);
   for (int slot = item.first_slot; slot < item.end_slot; ++slot) {
     for (int part = 0; part < kPartsPerCta<Tile>; ++part) {
-      wait_or_fail<comm::Scope::kGpu>(view.flag(slot, part), kPartialReady, p.timeout_ns, p.fault,
-                                      FaultKind::kPartial, slot, item.end_slot);
+      wait_or_fail<comm::Scope::kGpu>(view.flag(slot, part), kPartialReady, {p.timeout_ns, p.fault},
+                                      FaultKind::kPartial, slot, item.end_slot, no_peer);
     }
   }
   fence_async_proxy();  // what was acquired, before the bulk copies read it

@@ -15,6 +15,7 @@
 #include "kernels/sm90a/divided.cuh"
 #include "kernels/sm90a/launch.hpp"
 #include "kernels/sm90a/loader.cuh"
+#include "kernels/sm90a/owner.cuh"
 
 namespace tpk::sm90a {
 
@@ -74,8 +75,16 @@ __device__ __forceinline__ void run_consumer(const GemmParams& p, SharedStorage<
     }
     const StagingBuffer staging(s.staging[4 * consumer]);
     const int first = item.m + row + 16 * staging.warp;
-    if (p.plain) {
+    // By the tile's rows, not its first one: a CTA of the cluster may have none of them, beyond their end.
+    const bool leaves = p.departs && (item.m_end <= p.own_rows.begin || item.m >= p.own_rows.end);
+    if (p.plain || leaves) {
       store_plain<Tile>(p, item, first, acc, staging);
+    } else if (p.departs) {
+      if (p.out_kind == ScalarKind::kFp32) {
+        store_owned<Tile, true>(p, item, first, acc, s.bias[consumer], staging);
+      } else {
+        store_owned<Tile, false>(p, item, first, acc, s.bias[consumer], staging);
+      }
     } else {
       store_finished<Tile>(p, item, first, acc, s.bias[consumer], staging);
     }

@@ -59,8 +59,12 @@ __device__ __forceinline__ void wait_for_chunks(const GemmParams& p, int m, int 
   for (int c = 0; c < h.num_chunks && begin < m + rows; ++c) {
     const int end = h.row_end[c];
     if (end > m && end > begin) {
-      wait_or_fail<comm::Scope::kSys>(h.flags + c * h.slabs + slab, epoch, p.timeout_ns, p.fault,
-                                      FaultKind::kChunk, c, slab);
+      wait_or_fail<comm::Scope::kSys>(h.flags + c * h.slabs + slab, epoch, {p.timeout_ns, p.fault},
+                                      FaultKind::kChunk, c, slab, [&] {
+                                        int rank = 0;
+                                        while (rank < h.ranks.world && h.ranks.row_end[rank] <= begin) ++rank;
+                                        return rank < h.ranks.world ? rank : -1;
+                                      });
     }
     begin = end;
   }
@@ -90,7 +94,10 @@ __device__ __forceinline__ void run_loader(const GemmParams& p, SharedStorage<Ti
     const int batch_a = item.batch * p.batch_step_a;
     const int batch_b = item.batch * p.batch_step_b;
     int k = item.k;
-    int next_wait = arrives ? k : INT_MAX;
+    const bool is_own = item.m >= p.own_begin && item.m + Tile::kBM <= p.own_end;
+    const CUtensorMap* map_a = is_own ? &p.map_own : &p.map_a;
+    const int row_a = is_own ? item.m - p.own_begin : item.m;
+    int next_wait = arrives && !is_own ? k : INT_MAX;
 #pragma unroll 1
     for (int i = 0; i < item.iters; ++i, k += kBK) {
       if (k >= next_wait) {
@@ -103,8 +110,7 @@ __device__ __forceinline__ void run_loader(const GemmParams& p, SharedStorage<Ti
       LoadBarrier& full = s.full_barrier(stage.index);
       full.arrive_and_expect_tx(Tile::kStageBytes);
       auto& to = s.stages[stage.index];
-      OperandLoader<kMajorA, Tile::kBM>::load(&p.map_a, nullptr, full, to.a, item.m, k, batch_a, at.n,
-                                              share_a);
+      OperandLoader<kMajorA, Tile::kBM>::load(map_a, nullptr, full, to.a, row_a, k, batch_a, at.n, share_a);
       OperandLoader<kMajorB, Tile::kBN>::load(first_b, second_b, full, to.b, item.n, k, batch_b, at.m,
                                               share_b);
       stage.advance();

@@ -10,6 +10,7 @@
 #include "kernels/gemm_hooks.hpp"
 #include "kernels/sm90a/config.hpp"
 #include "kernels/sm90a/fault.hpp"
+#include "kernels/sm90a/placement.hpp"
 #include "kernels/sm90a/work.hpp"
 
 namespace tpk::sm90a {
@@ -23,11 +24,20 @@ struct Output {
   bool aligned = false;  // rows are stored in whole 16 bytes; otherwise element by element
 };
 
+// Departure: the rows of the result that stay. Tiles of others are stored as they are, to GemmParams::out.
+struct OwnRows {
+  int32_t begin = 0;
+  int32_t end = 0;
+  Output out;  // addressed by row of M
+  int32_t addends_before = 0;
+};
+
 struct GemmParams {
   // Boxes of one stage. Unused ones are zero.
   CUtensorMap map_a;
   CUtensorMap map_b;
   CUtensorMap map_gate;
+  CUtensorMap map_own;  // arrival: A's own rows
 
   // 0 where a batch stride is 0 (one matrix for all): the map has one batch then.
   int32_t batch_step_a = 1;
@@ -35,17 +45,23 @@ struct GemmParams {
 
   int32_t cluster_m = 1;
   int32_t cluster_n = 1;
-  bool gated = false;   // the first half of a tile's columns is A * gate, the second A * B
-  bool plain = true;    // out = A * B, or out += A * B, and nothing else, in whole chunks of 16 bytes
-  bool fast = false;    // out in whole lines, no preact, no peers, and nothing late but a staged residual
-  bool reduce = false;  // fp32: out += where it lies
+  bool gated = false;    // the first half of a tile's columns is A * gate, the second A * B
+  bool plain = true;     // out = A * B, or out += A * B, and nothing else, in whole chunks of 16 bytes
+  bool fast = false;     // out in whole lines, no preact, no peers, and nothing late but a staged residual
+  bool departs = false;  // neither: see own_rows
+  bool reduce = false;   // fp32: out += where it lies
   ScalarKind out_kind = ScalarKind::kBf16;  // of preact too
   ScalarKind bias_kind = ScalarKind::kBf16;
   Activation activation = Activation::kNone;
   float alpha = 1.0f;
 
+  int32_t own_begin = INT32_MAX;  // rows of A that map_own holds
+  int32_t own_end = 0;
+
   Problem problem;
+  RowBlocks blocks;
   Output out;
+  OwnRows own_rows;
   Output preact;
   const void* bias = nullptr;
   int64_t bias_stride = 0;   // bytes
@@ -62,7 +78,7 @@ struct GemmParams {
                                  // before the launch
   float* partials = nullptr;     // slots of a cluster's tile, in fragment order
   uint64_t timeout_ns = 0;       // bound of every wait for another CTA or rank
-  FaultRecord* fault = nullptr;  // in host memory
+  FaultRecord* fault = nullptr;  // in host memory: where a wait that took longer is reported
 
   TileOrder order;
   Schedule schedule;

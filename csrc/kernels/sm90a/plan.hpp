@@ -12,8 +12,10 @@
 #include <vector>
 
 #include "host/plan.hpp"
+#include "host/progress.hpp"
 #include "kernels/sm90a/config.hpp"
 #include "kernels/sm90a/cost.hpp"
+#include "kernels/sm90a/placement.hpp"
 
 namespace tpk::sm90a {
 
@@ -21,6 +23,8 @@ struct GemmPlan {
   Plan plan;  // of the cluster's tile
   TileId tile = TileId::k128x256;
   ClusterShape cluster;
+  RowBlocks blocks;
+  bool waits_safely = true;  // nobody waits for another rank before it has done what others wait for
 };
 
 // Clusters that run at once, by tile and by index into kClusterShapes.
@@ -53,7 +57,7 @@ inline bool is_tile_name(std::string_view text) {
 // The plan that the arguments name; predicted_us is infinite where no cluster of this shape fits.
 inline GemmPlan make_gemm_plan(const Problem& p, TileId tile, int cluster_index, ScheduleKind kind,
                                int64_t workers, int64_t splits, const Demands& demands,
-                               const Residency& residency) {
+                               const Residency& residency, const Ranks& ranks = {}) {
   GemmPlan g;
   g.tile = tile;
   g.cluster = kClusterShapes[cluster_index];
@@ -63,11 +67,18 @@ inline GemmPlan make_gemm_plan(const Problem& p, TileId tile, int cluster_index,
   const int64_t resident = residency.clusters[static_cast<int>(tile)][cluster_index];
   o.workers = workers > 0 ? workers : max64(1, resident);
   o.splits = splits;
+  const Placement placement = place_tiles(p, shape, ranks);
+  o.shard_tiles = placement.shard_tiles;
+  g.blocks = placement.blocks;
   g.plan.tile = shape;
   g.plan.kind = kind;
-  g.plan.order = make_tile_order(p, shape);
+  g.plan.order = placement.order;
   g.plan.schedule = make_schedule(kind, g.plan.order.size(), iters_per_tile(p, shape), o);
   const Schedule& s = g.plan.schedule;
+  // All workers must run at once: who waits for another rank keeps the next ticket from being taken.
+  if (ranks.direction == Direction::kDeparture) {
+    g.waits_safely = own_tiles_apart(s, placement.first_own) && s.workers <= max64(1, resident);
+  }
   const Piece& last = s.pieces[max64(0, s.num_pieces - 1)];
   g.plan.splits = last.granules > 0                                  ? last.granules
                   : kind == ScheduleKind::kSplitK && s.num_slots > 0 ? s.workers / g.plan.order.size()
@@ -82,9 +93,10 @@ inline GemmPlan make_gemm_plan(const Problem& p, TileId tile, int cluster_index,
 // Throws std::invalid_argument with a sentence where an argument makes no sense.
 inline std::vector<GemmPlan> candidates(const Problem& p, std::string_view schedule, int64_t workers,
                                         int64_t splits, std::string_view tile, const Demands& demands,
-                                        const Residency& residency) {
+                                        const Residency& residency, const Ranks& ranks = {}) {
   std::vector<GemmPlan> found;
   bool named = false;
+  bool unsafe = false;
   for (int t = 0; t < kNumTiles; ++t) {
     const auto id = static_cast<TileId>(t);
     for (int c = 0; c < kNumClusterShapes; ++c) {
@@ -95,7 +107,8 @@ inline std::vector<GemmPlan> candidates(const Problem& p, std::string_view sched
       if (residency.clusters[t][c] < 1) continue;
       std::optional<GemmPlan> best;
       const auto consider = [&](ScheduleKind kind, int64_t n) {
-        const GemmPlan plan = make_gemm_plan(p, id, c, kind, workers, n, demands, residency);
+        const GemmPlan plan = make_gemm_plan(p, id, c, kind, workers, n, demands, residency, ranks);
+        if (!plan.waits_safely) return;
         if (!best || plan.plan.predicted_us < best->plan.predicted_us) best = plan;
       };
       if (schedule != "auto") {
@@ -104,13 +117,23 @@ inline std::vector<GemmPlan> candidates(const Problem& p, std::string_view sched
         consider(ScheduleKind::kDataParallel, 1);
         for (const int64_t n : {1, 2, 3, 4, 5, 6, 7, 8, 11}) consider(ScheduleKind::kHybridAligned, n);
       }
-      found.push_back(*best);
+      if (best) {
+        found.push_back(*best);
+      } else {
+        unsafe = true;
+      }
     }
   }
   std::stable_sort(found.begin(), found.end(), [](const GemmPlan& a, const GemmPlan& b) {
     return a.plan.predicted_us < b.plan.predicted_us;
   });
   if (!found.empty()) return found;
+  if (unsafe) {
+    throw std::invalid_argument(
+        "schedule '" + std::string(schedule) +
+        "' could make ranks wait for each other: its own tiles do not come after all others, "
+        "or it has more workers than run at once; use data_parallel or auto.");
+  }
   if (named && demands.gated) {
     throw std::invalid_argument(
         "tile '" + std::string(tile) +
@@ -131,8 +154,9 @@ inline std::vector<GemmPlan> candidates(const Problem& p, std::string_view sched
 }
 
 inline GemmPlan plan_gemm(const Problem& p, std::string_view schedule, int64_t workers, int64_t splits,
-                          std::string_view tile, const Demands& demands, const Residency& residency) {
-  return candidates(p, schedule, workers, splits, tile, demands, residency).front();
+                          std::string_view tile, const Demands& demands, const Residency& residency,
+                          const Ranks& ranks = {}) {
+  return candidates(p, schedule, workers, splits, tile, demands, residency, ranks).front();
 }
 
 }  // namespace tpk::sm90a

@@ -13,7 +13,17 @@ namespace tpk::sm90a {
 template <class Tile>
 __device__ __forceinline__ WorkItem make_item(const GemmParams& p, const Work& w, const ClusterPlace& at) {
   WorkItem item;
-  item.m = (w.tile_m * p.cluster_m + at.m) * Tile::kBM;
+  int row = 0;
+  int tile_m = w.tile_m;
+  item.m_end = static_cast<int32_t>(p.problem.m);
+  if (p.blocks.count > 0) {
+    int block = 0;
+    while (block + 1 < p.blocks.count && tile_m >= p.blocks.first_tile[block + 1]) ++block;
+    tile_m -= p.blocks.first_tile[block];
+    row = p.blocks.row_begin[block];
+    item.m_end = p.blocks.row_begin[block + 1];
+  }
+  item.m = row + (tile_m * p.cluster_m + at.m) * Tile::kBM;
   item.n = (w.tile_n * p.cluster_n + at.n) * (p.gated ? Tile::kBN / 2 : Tile::kBN);
   item.batch = w.batch;
   item.k = w.k_begin * kBK;
@@ -54,7 +64,7 @@ struct TicketSource {
       s.ticket_full_barrier().arrive_and_expect_tx(sizeof(uint32_t));
       s.ticket_full_barrier().wait(phase);
       ticket = *static_cast<volatile uint32_t*>(&s.ticket);
-      s.ticket_empty_barrier().arrive(0u);
+      arrive_remote_after_reads(remote_address(&s.ticket_empty, 0));
     }
     phase ^= 1;
     return ticket;

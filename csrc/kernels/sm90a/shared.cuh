@@ -11,6 +11,7 @@ constexpr int kItems = 4;  // segments that the scheduler may be ahead
 struct WorkItem {
   int32_t m;  // first row and column of the tile in the output
   int32_t n;
+  int32_t m_end;  // rows of the output from here on are no part of the tile
   int32_t batch;
   int32_t k;      // first element of K
   int32_t iters;  // 0: no work is left

@@ -225,8 +225,8 @@ __device__ __forceinline__ void add_peers(const GemmParams& p, const UnitPlace& 
     if (t.flags == nullptr) continue;
     const uint32_t epoch = *static_cast<const volatile uint32_t*>(t.epoch);
     for (int f = at.row / t.flag_rows; f * t.flag_rows < end; ++f) {
-      wait_or_fail<comm::Scope::kSys>(t.flags + f, epoch, p.timeout_ns, p.fault, FaultKind::kAddend, i,
-                                      at.row);
+      wait_or_fail<comm::Scope::kSys>(t.flags + f, epoch, {p.timeout_ns, p.fault}, FaultKind::kAddend, i,
+                                      at.row, no_peer);
     }
   }
   __syncwarp();

@@ -1,0 +1,277 @@
+// Ranks of host/protocol.hpp as threads: each has a main stream, a copy engine and some CTAs.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <barrier>
+#include <cstring>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "protocol_group.hpp"
+
+namespace tpk::protocol::test {
+
+class Rank {
+ public:
+  Rank(Group& group, int rank)
+      : g_(group),
+        o_(group.o),
+        rank_(rank),
+        memory_{static_cast<uint64_t>(o_.timeout.count()), o_.mutation == Mutation::kRelaxedStores,
+                o_.mutation == Mutation::kRelaxedLoads},
+        fork_(2 + o_.ctas),
+        computed_(1 + o_.ctas),
+        joined_(2),
+        own_(kMostShardRows),
+        send_(static_cast<size_t>(o_.world) * kMostShardRows) {
+    threads_.emplace_back([this] { run_main(); });
+    threads_.emplace_back([this] { run_engine(); });
+    for (int c = 0; c < o_.ctas; ++c) threads_.emplace_back([this, c] { run_cta(c); });
+  }
+
+ private:
+  struct Tile {
+    int64_t begin;
+    int64_t end;
+    int owner;  // of a scatter's
+  };
+
+  bool mutated(Mutation mutation) const { return o_.mutation == mutation; }
+  bool stops(Stop stop) const { return o_.stop == stop && o_.stop_rank == rank_ && o_.stop_call == index_; }
+  const Page& page(int rank) const { return g_.pages[static_cast<int>(call_.kind)][rank]; }
+  uint32_t* buffer(int rank) const { return static_cast<uint32_t*>(page(rank).buffer()); }
+  uint32_t* slot(int owner, int sender) const { return buffer(owner) + sender * kMostShardRows; }
+  Random random_of(int thread) const { return Random(o_.seed * 131u + rank_ * 17u + thread + 1u); }
+
+  void fail(const char* thread, const Missed& missed) {
+    failed_.store(true);
+    g_.fail({rank_, thread, index_, missed});
+  }
+  void expect(uint32_t got, uint32_t want) {
+    if (got != want) g_.wrong.fetch_add(1, std::memory_order_relaxed);
+  }
+
+  // ---- The main stream.
+
+  void run_main() {
+    Random random = random_of(0);
+    for (index_ = 0; index_ < o_.calls; ++index_) {
+      if (!begin_call(random)) break;
+      fork_.arrive_and_wait();
+      if (mutated(Mutation::kLeaveBeforeRead)) leave(memory_, pages(), o_.world, rank_);
+      computed_.arrive_and_wait();
+      if (mutated(Mutation::kLeaveBeforeJoin)) leave(memory_, pages(), o_.world, rank_);
+      joined_.arrive_and_wait();
+      if (failed_.load() || stops(Stop::kBeforeLeave)) break;
+      // What was read is gone. Rows that nobody waited for may still be on their way.
+      if (call_.reads) std::fill_n(buffer(rank_), o_.world * kMostShardRows, kPoison);
+      std::fill(own_.begin(), own_.end(), kPoison);
+      std::fill(send_.begin(), send_.end(), kPoison);
+      pause(random);
+      if (!mutated(Mutation::kLeaveBeforeRead) && !mutated(Mutation::kLeaveBeforeJoin)) {
+        leave(memory_, pages(), o_.world, rank_);
+      }
+    }
+    ends_ = true;
+    fork_.arrive_and_wait();
+  }
+
+  bool begin_call(Random& random) {
+    if (stops(Stop::kBeforeEnter) || (o_.ends_when_wrong && g_.wrong.load() != 0)) return false;
+    call_ = make_call(o_, index_);
+    for (int64_t row = 0; row < call_.rows[rank_]; ++row) own_[row] = value_of(index_, rank_, row);
+    plan_tiles();
+    pause(random, true);
+    Missed missed;
+    if (mutated(Mutation::kSkipConsumed)) {
+      advance_epoch(memory_, page(rank_), epoch_of(memory_, page(rank_)));
+    } else if (!enter(memory_, page(rank_), o_.world, rank_, &missed)) {
+      fail("main", missed);
+      return false;
+    }
+    return true;
+  }
+
+  const Page* pages() const { return g_.pages[static_cast<int>(call_.kind)].data(); }
+
+  // Gather: rows of M in the order in which they arrive. Scatter: rank + 1 first, own ones last.
+  void plan_tiles() {
+    tiles_.clear();
+    next_tile_.store(0, std::memory_order_relaxed);
+    if (stops(Stop::kProduct) || !call_.reads) return;
+    if (call_.kind == Kind::kScatter) {
+      for (int step = 1; step <= o_.world; ++step) {
+        const int owner = scatter_peer(rank_, step, o_.world);
+        for (int64_t at = 0; at < call_.rows[owner]; at += kTileRows) {
+          tiles_.push_back({at, min64(at + kTileRows, call_.rows[owner]), owner});
+        }
+      }
+      return;
+    }
+    const ChunkList& chunks = call_.chunks;
+    const int64_t total = chunks.count == 0 ? 0 : chunks.row_end[chunks.count - 1];
+    const int64_t count = ceil_div(total, kTileRows);
+    const int64_t start = ceil_div(call_.begin(rank_), kTileRows);
+    for (int64_t t = 0; t < count; ++t) {
+      const int64_t at = (start + t) % count * kTileRows;
+      tiles_.push_back({at, min64(at + kTileRows, total), 0});
+    }
+  }
+
+  // ---- The copy engine.
+
+  struct Engine {
+    Rank& r;
+    Random random;
+    Missed missed{};
+
+    void move(int peer, int index, uint32_t* to, const uint32_t* from, int64_t rows) {
+      pause(random);
+      if (r.mutated(Mutation::kFlagBeforeRows)) {
+        raise(peer, index);
+        pause(random, true);
+      }
+      std::memcpy(to, from, rows / 2 * 4);
+      pause(random, r.mutated(Mutation::kLeaveBeforeJoin));
+      std::memcpy(to + rows / 2, from + rows / 2, (rows - rows / 2) * 4);
+    }
+    void copy(int peer, int chunk) {
+      const int begin = r.call_.chunks.begin(chunk);
+      move(peer, chunk, r.buffer(peer) + begin, r.own_.data() + (begin - r.call_.begin(r.rank_)),
+           r.call_.chunks.rows(chunk));
+    }
+    void copy(int owner) {
+      move(owner, r.rank_, r.slot(owner, r.rank_), r.send_.data() + owner * kMostShardRows,
+           r.call_.rows[owner]);
+    }
+    bool take_bell(int owner) {
+      if (r.mutated(Mutation::kSendBeforeBell)) return true;
+      return protocol::take_bell(r.memory_, r.page(r.rank_), owner, r.rank_, &missed);
+    }
+    void raise(int peer, int index) {
+      raise_arrived(r.memory_, r.page(r.rank_), r.page(peer), index);
+      pause(random);
+    }
+  };
+
+  void run_engine() {
+    Engine engine{*this, random_of(1)};
+    while (true) {
+      fork_.arrive_and_wait();
+      if (ends_) return;
+      if (call_.kind == Kind::kGather) {
+        push_gather(engine, call_.chunks, rank_, o_.world);
+      } else if (!push_scatter(engine, call_.rows, rank_)) {
+        fail("engine", engine.missed);
+      }
+      joined_.arrive_and_wait();
+    }
+  }
+
+  // ---- CTAs.
+
+  void run_cta(int cta) {
+    Random random = random_of(2 + cta);
+    while (true) {
+      fork_.arrive_and_wait();
+      if (ends_) return;
+      const uint32_t epoch = epoch_of(memory_, page(rank_));
+      const auto count = static_cast<int>(tiles_.size());
+      Missed missed;
+      for (int t; (t = next_tile_.fetch_add(1, std::memory_order_relaxed)) < count;) {
+        pause(random);
+        const Tile& tile = tiles_[t];
+        const bool done = call_.kind == Kind::kGather ? gathered(tile, epoch, random, &missed)
+                          : tile.owner == rank_       ? reduced(tile, epoch, random, &missed)
+                                                      : sent(tile, random);
+        if (done) continue;
+        fail("cta", missed);
+        break;
+      }
+      computed_.arrive_and_wait();
+    }
+  }
+
+  bool arrived(int index, int sender, uint32_t epoch, Missed* missed) const {
+    if (mutated(Mutation::kReadBeforeFlag)) return true;
+    return wait_arrived(memory_, page(rank_), index, sender, epoch, missed);
+  }
+
+  bool gathered(const Tile& tile, uint32_t epoch, Random& random, Missed* missed) {
+    const ChunkList& chunks = call_.chunks;
+    int sender = 0;
+    for (int c = 0; c < chunks.count; ++c) {
+      while (chunks.first[sender + 1] <= c) ++sender;
+      const int64_t begin = max64(tile.begin, chunks.begin(c));
+      const int64_t end = min64(tile.end, chunks.row_end[c]);
+      if (begin >= end) continue;
+      if (sender != rank_ && !arrived(c, sender, epoch, missed)) return false;
+      pause(random);
+      const int64_t first = call_.begin(sender);
+      for (int64_t row = begin; row < end; ++row) {
+        expect(sender == rank_ ? own_[row - first] : buffer(rank_)[row],
+               value_of(index_, sender, row - first));
+      }
+      g_.rows_read.fetch_add(end - begin, std::memory_order_relaxed);
+    }
+    return true;
+  }
+
+  bool sent(const Tile& tile, Random& random) {
+    for (int64_t row = tile.begin; row < tile.end; ++row) {
+      send_[tile.owner * kMostShardRows + row] = value_of(index_, rank_, row);
+    }
+    pause(random);
+    count_and_ring(memory_, page(rank_), tile.owner, static_cast<uint32_t>(tile.end - tile.begin),
+                   static_cast<uint32_t>(call_.rows[tile.owner]));
+    return true;
+  }
+
+  // In the order of ranks, which matters: 31 * (31 * a + b) + c.
+  bool reduced(const Tile& tile, uint32_t epoch, Random& random, Missed* missed) {
+    for (int sender = 0; sender < o_.world; ++sender) {
+      if (sender != rank_ && !arrived(sender, sender, epoch, missed)) return false;
+    }
+    pause(random);
+    for (int64_t row = tile.begin; row < tile.end; ++row) {
+      uint32_t sum = 0;
+      uint32_t want = 0;
+      for (int sender = 0; sender < o_.world; ++sender) {
+        const uint32_t own = value_of(index_, sender, row);
+        sum = 31 * sum + (sender == rank_ ? own : slot(rank_, sender)[row]);
+        want = 31 * want + own;
+      }
+      expect(sum, want);
+    }
+    g_.rows_read.fetch_add((tile.end - tile.begin) * o_.world, std::memory_order_relaxed);
+    return true;
+  }
+
+  Group& g_;
+  const Options& o_;
+  const int rank_;
+  const ThreadMemory memory_;
+  std::barrier<> fork_;      // all threads
+  std::barrier<> computed_;  // main and CTAs: the product's kernel has ended
+  std::barrier<> joined_;    // main and engine
+  // Written by main before the fork.
+  int index_ = 0;
+  bool ends_ = false;
+  Call call_;
+  std::vector<Tile> tiles_;
+  std::atomic<int> next_tile_{0};
+  std::vector<uint32_t> own_;   // the user's tensor of a gather
+  std::vector<uint32_t> send_;  // of a scatter, by owner
+  std::atomic<bool> failed_{false};
+  std::vector<std::jthread> threads_;  // last: they use the rest
+};
+
+// Runs all calls on all ranks, to the end or until the first failure on each.
+inline void run(Group& group) {
+  std::vector<std::unique_ptr<Rank>> ranks;
+  for (int r = 0; r < group.o.world; ++r) ranks.push_back(std::make_unique<Rank>(group, r));
+}
+
+}  // namespace tpk::protocol::test

@@ -1,0 +1,133 @@
+#include "comm/copy_engine.hpp"
+
+#include <cuda.h>
+
+#include <map>
+#include <memory>
+#include <stdexcept>
+#include <string>
+
+namespace tpk::comm {
+namespace {
+
+void check(cudaError_t error, const char* call) {
+  if (error == cudaSuccess) return;
+  (void)cudaGetLastError();
+  throw std::runtime_error(std::string(call) + " failed: " + cudaGetErrorString(error) + ".");
+}
+
+using StreamValue = CUresult (*)(CUstream, CUdeviceptr, cuuint32_t, unsigned);
+
+// Not linked: import has to work where there is no driver.
+StreamValue find(const char* name) {
+  void* function = nullptr;
+  cudaDriverEntryPointQueryResult found{};
+  const cudaError_t error =
+      cudaGetDriverEntryPointByVersion(name, &function, 12000, cudaEnableDefault, &found);
+  if (error != cudaSuccess || found != cudaDriverEntryPointSuccess) {
+    (void)cudaGetLastError();
+    throw std::runtime_error("the driver has no " + std::string(name) +
+                             ": install one for CUDA 12 or newer.");
+  }
+  return reinterpret_cast<StreamValue>(function);
+}
+
+void check(CUresult result, const char* call) {
+  if (result == CUDA_SUCCESS) return;
+  throw std::runtime_error(std::string(call) + " failed with CUresult " + std::to_string(result) + ".");
+}
+
+}  // namespace
+
+CopyEngine& CopyEngine::of(int device) {
+  static std::mutex mutex;
+  static std::map<int, std::unique_ptr<CopyEngine>> engines;
+  const std::lock_guard lock(mutex);
+  std::unique_ptr<CopyEngine>& engine = engines[device];
+  if (engine == nullptr) engine.reset(new CopyEngine);
+  return *engine;
+}
+
+CopyEngine::CopyEngine() {
+  int least = 0;
+  int most = 0;
+  check(cudaDeviceGetStreamPriorityRange(&least, &most), "cudaDeviceGetStreamPriorityRange");
+  check(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, most), "cudaStreamCreateWithPriority");
+  for (cudaEvent_t* event : {&forked_, &joined_}) {
+    check(cudaEventCreateWithFlags(event, cudaEventDisableTiming), "cudaEventCreateWithFlags");
+  }
+}
+
+CopyEngine::Call::Call(CopyEngine& engine, cudaStream_t main)
+    : engine_(engine), lock_(engine.mutex_), main_(main) {
+  check(cudaEventRecord(engine_.forked_, main_), "cudaEventRecord");
+  check(cudaStreamWaitEvent(engine_.stream_, engine_.forked_, 0), "cudaStreamWaitEvent");
+}
+
+void CopyEngine::Call::join() {
+  joined_ = true;
+  check(cudaEventRecord(engine_.joined_, engine_.stream_), "cudaEventRecord");
+  check(cudaStreamWaitEvent(main_, engine_.joined_, 0), "cudaStreamWaitEvent");
+}
+
+// A call that failed half way must not leave a capture that cannot end.
+CopyEngine::Call::~Call() {
+  try {
+    if (!joined_) join();
+  } catch (const std::exception&) {
+  }
+}
+
+void CopyEngine::Call::copy(Rows to, Rows from, size_t row_bytes, int64_t rows) {
+  if (rows == 0 || row_bytes == 0) return;
+  if (rows == 1 || (to.pitch == row_bytes && from.pitch == row_bytes)) {
+    check(cudaMemcpyAsync(to.data, from.data, row_bytes * rows, cudaMemcpyDefault, engine_.stream_),
+          "cudaMemcpyAsync");
+    return;
+  }
+  check(cudaMemcpy2DAsync(to.data, to.pitch, from.data, from.pitch, row_bytes, static_cast<size_t>(rows),
+                          cudaMemcpyDefault, engine_.stream_),
+        "cudaMemcpy2DAsync");
+}
+
+void CopyEngine::Call::raise(uint32_t* word, const uint32_t* epoch) {
+  check(cudaMemcpyAsync(word, epoch, sizeof(uint32_t), cudaMemcpyDefault, engine_.stream_),
+        "cudaMemcpyAsync");
+}
+
+namespace {
+
+// Waits and writes of values are captured in this mode only; the thread has its own one back afterwards.
+class RelaxedCapture {
+ public:
+  RelaxedCapture() {
+    check(cudaThreadExchangeStreamCaptureMode(&mode_), "cudaThreadExchangeStreamCaptureMode");
+  }
+  ~RelaxedCapture() { (void)cudaThreadExchangeStreamCaptureMode(&mode_); }
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
+void write_value(cudaStream_t stream, uint32_t* word, uint32_t value) {
+  static const StreamValue write = find("cuStreamWriteValue32");
+  const RelaxedCapture relaxed;
+  check(write(stream, reinterpret_cast<CUdeviceptr>(word), value, CU_STREAM_WRITE_VALUE_DEFAULT),
+        "cuStreamWriteValue32");
+}
+
+}  // namespace
+
+void CopyEngine::Call::raise_bell(uint32_t* bell) { write_value(engine_.stream_, bell, 1); }
+
+void CopyEngine::Call::take_bell(uint32_t* bell) {
+  static const StreamValue wait = find("cuStreamWaitValue32");
+  const RelaxedCapture relaxed;
+  check(wait(engine_.stream_, reinterpret_cast<CUdeviceptr>(bell), 1, CU_STREAM_WAIT_VALUE_EQ),
+        "cuStreamWaitValue32");
+  write_value(engine_.stream_, bell, 0);
+}
+
+}  // namespace tpk::comm

@@ -1,0 +1,173 @@
+// How ranks of one host hand rows to each other: the words of a page, and the order in which they are read
+// and written. One page and one buffer a rank, group and direction ("gather" or "scatter"), in memory that
+// every rank of the group can write.
+//
+// One call, in this order, on every rank:
+//   enter   waits until every peer has consumed what the last call brought to it, then begins an epoch
+//   push    rows into peers' buffers, and behind them the epoch into their `arrived` words (host/pushes.hpp)
+//   read    rows of the own buffer, each after its `arrived` word has reached the epoch
+//   join    the pushes of this call are over (the copy stream is joined)
+//   leave   tells every peer: consumed
+// A rank that entered has seen that all peers left the last call, hence that all pushes of the last call, by
+// anyone to anyone, are over: words and rows have one writer at a time even where the shards change from call
+// to call, and also where a rank did not read what came (a product without columns). That is why leave stands
+// after join.
+//
+// Templates over a Memory, so that kernels and the threads of cmake/tests/test_protocol.cpp run the same
+// code:
+//   load_acquire<Scope>(const u32*) -> u32, store_release<Scope>(u32*, u32), add_acq_rel(u32*, u32) -> u32
+//   before, wait_epoch<Scope>(const u32*, u32 expected, u32* seen) -> bool: bounded, false when time is up.
+// comm::DeviceMemory is the one of kernels. Compiles for host and device, without CUDA too.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "comm/flags.cuh"
+#include "host/macros.hpp"
+
+namespace tpk::protocol {
+
+using comm::Scope;
+
+constexpr int kMaxRanks = 16;
+constexpr int kMaxChunks = 64;  // that arrive in one call, from all ranks together
+
+// Where a rank's allocation begins: words of 32 bits, then the buffer. All words are zero at first.
+struct Page {
+  static constexpr size_t kBytes = 4096;
+  static constexpr int kArrived = 0;    // [kMaxChunks]
+  static constexpr int kConsumed = 64;  // [kMaxRanks]
+  static constexpr int kEpoch = 128;
+  static constexpr int kBells = 192;     // [kMaxRanks]
+  static constexpr int kCounters = 256;  // [kMaxRanks]
+
+  uint32_t* words = nullptr;
+
+  TPK_HD static Page at(uint64_t address) { return {reinterpret_cast<uint32_t*>(address)}; }
+
+  // Gather: chunk i is here. Scatter: the rows from rank i are. The sender's epoch, written behind the data.
+  TPK_HD uint32_t* arrived(int i) const { return words + kArrived + i; }
+  // Written by `peer`, to me: it has read what epoch *consumed(peer) brought to ITS buffer, so that I may
+  // write there.
+  TPK_HD uint32_t* consumed(int peer) const { return words + kConsumed + peer; }
+  // Calls so far, modulo 2^32. Written by the owner alone, in enter.
+  TPK_HD uint32_t* epoch() const { return words + kEpoch; }
+  // Scatter: the rows of `owner` are ready to be sent. The owner's product sets it to 1, its copy stream to
+  // 0.
+  TPK_HD uint32_t* bell(int owner) const { return words + kBells + owner; }
+  // How much of them is. Zero between calls.
+  TPK_HD uint32_t* counter(int owner) const { return words + kCounters + owner; }
+  TPK_HD void* buffer() const { return words + kBytes / sizeof(uint32_t); }
+};
+static_assert(Page::kCounters + kMaxRanks <= static_cast<int>(Page::kBytes / sizeof(uint32_t)),
+              "The words must end before the buffer.");
+
+enum class Word : uint32_t { kArrived, kConsumed, kBell };
+
+// A wait that took too long. Functions that wait fill it before they return false.
+struct Missed {
+  Word word = Word::kArrived;
+  int32_t index = 0;  // of the word: see Page
+  int32_t peer = 0;   // who should have written it
+  uint32_t expected = 0;
+  uint32_t seen = 0;
+};
+
+namespace detail {
+
+template <Scope kScope, class Memory>
+TPK_HD bool wait(const Memory& memory, const uint32_t* flag, Word word, int index, int peer,
+                 uint32_t expected, Missed* missed) {
+  uint32_t seen = 0;
+  if (memory.template wait_epoch<kScope>(flag, expected, &seen)) return true;
+  *missed = {word, index, peer, expected, seen};
+  return false;
+}
+
+}  // namespace detail
+
+template <class Memory>
+TPK_HD uint32_t epoch_of(const Memory& memory, const Page& mine) {
+  return memory.template load_acquire<Scope::kGpu>(mine.epoch());
+}
+
+// ---- Enter. A kernel gives each peer a thread, with a barrier before advance_epoch; one thread calls enter.
+
+// Waits until `peer` has consumed what epoch `epoch`, the last one, brought to it. False: *missed says what
+// is missing.
+template <class Memory>
+TPK_HD bool peer_consumed(const Memory& memory, const Page& mine, int peer, uint32_t epoch, Missed* missed) {
+  return detail::wait<Scope::kSys>(memory, mine.consumed(peer), Word::kConsumed, peer, peer, epoch, missed);
+}
+
+// After all peers consumed `epoch`, the last one: begins the next and returns it.
+template <class Memory>
+TPK_HD uint32_t advance_epoch(const Memory& memory, const Page& mine, uint32_t epoch) {
+  memory.template store_release<Scope::kSys>(mine.epoch(), epoch + 1);
+  return epoch + 1;
+}
+
+template <class Memory>
+TPK_HD bool enter(const Memory& memory, const Page& mine, int world, int rank, Missed* missed) {
+  const uint32_t last = epoch_of(memory, mine);
+  for (int peer = 0; peer < world; ++peer) {
+    if (peer != rank && !peer_consumed(memory, mine, peer, last, missed)) return false;
+  }
+  advance_epoch(memory, mine, last);
+  return true;
+}
+
+// ---- Arrival.
+
+// Behind rows that were written to the peer's buffer: what the copy engine does by a copy of 4 bytes.
+template <class Memory>
+TPK_HD void raise_arrived(const Memory& memory, const Page& mine, const Page& peers, int index) {
+  memory.template store_release<Scope::kSys>(peers.arrived(index), epoch_of(memory, mine));
+}
+
+// Waits until `sender` has written chunk `index` of a gather, or its rows of a scatter (index = sender).
+template <class Memory>
+TPK_HD bool wait_arrived(const Memory& memory, const Page& mine, int index, int sender, uint32_t epoch,
+                         Missed* missed) {
+  return detail::wait<Scope::kSys>(memory, mine.arrived(index), Word::kArrived, index, sender, epoch, missed);
+}
+
+// ---- Doorbells: from a product to the copy stream of its own rank.
+
+// Adds `more` to what is in memory of the rows of `owner`; who completes `target` rings the bell. Called by
+// one thread of those that wrote it, behind a barrier of theirs.
+template <class Memory>
+TPK_HD void count_and_ring(const Memory& memory, const Page& mine, int owner, uint32_t more,
+                           uint32_t target) {
+  if (memory.add_acq_rel(mine.counter(owner), more) + more != target) return;
+  *mine.counter(owner) = 0;  // nobody else comes before the next call
+  memory.template store_release<Scope::kSys>(mine.bell(owner), 1u);
+}
+
+// What the copy stream does by a wait for the value 1 and a write of 0.
+template <class Memory>
+TPK_HD bool take_bell(const Memory& memory, const Page& mine, int owner, int rank, Missed* missed) {
+  if (!detail::wait<Scope::kSys>(memory, mine.bell(owner), Word::kBell, owner, rank, 1u, missed))
+    return false;
+  memory.template store_release<Scope::kSys>(mine.bell(owner), 0u);
+  return true;
+}
+
+// ---- Leave. After the last read of the own buffer and the end of the own pushes, by each thread's barrier
+// or in stream order. A kernel gives each peer a thread.
+
+template <class Memory>
+TPK_HD void publish_consumed(const Memory& memory, const Page& peers, int rank, uint32_t epoch) {
+  memory.template store_release<Scope::kSys>(peers.consumed(rank), epoch);
+}
+
+template <class Memory>
+TPK_HD void leave(const Memory& memory, const Page* pages, int world, int rank) {
+  const uint32_t epoch = epoch_of(memory, pages[rank]);
+  for (int peer = 0; peer < world; ++peer) {
+    if (peer != rank) publish_consumed(memory, pages[peer], rank, epoch);
+  }
+}
+
+}  // namespace tpk::protocol

@@ -1,0 +1,127 @@
+// What a rank sends to whom, in which order and in which chunks. Host only; host/protocol.hpp has the words.
+#pragma once
+
+#include <cstdint>
+#include <limits>
+#include <span>
+#include <string>
+
+#include "host/check.hpp"
+#include "host/problem.hpp"
+#include "host/protocol.hpp"
+
+namespace tpk::protocol {
+
+// The peer that a rank sends to in step 1, 2, ..., world - 1. A gather goes to rank - 1 first, so that every
+// rank receives the shard of rank + 1 first; a scatter goes to rank + 1 first, whose tiles are computed
+// first.
+constexpr int gather_peer(int rank, int step, int world) { return (rank - step + world) % world; }
+constexpr int scatter_peer(int rank, int step, int world) { return (rank + step) % world; }
+
+// Blocks of rows that travel, and are waited for, as one. Numbered shard after shard.
+struct ChunkList {
+  int32_t count = 0;
+  int32_t first[kMaxRanks + 1] = {};  // chunks of rank r: [first[r], first[r + 1]); none if it has no rows
+  int32_t row_end[kMaxChunks] = {};   // rows of chunk c: [begin(c), row_end[c])
+
+  int32_t begin(int32_t chunk) const { return chunk == 0 ? 0 : row_end[chunk - 1]; }
+  int32_t rows(int32_t chunk) const { return row_end[chunk] - begin(chunk); }
+};
+
+constexpr int64_t kChunkRows = 256;  // chunks end where tiles do
+// A copy and its flag cost about 10 us beside what they move, which below 8 MiB is most of it.
+constexpr int64_t kLeastChunkBytes = int64_t{8} << 20;
+
+// Cuts every shard into chunks of nearly equal size: multiples of kChunkRows rows except a shard's last one,
+// no less than least_bytes each unless the whole shard is less (the last one may lack less than kChunkRows
+// rows), and no more than kMaxChunks in all. Throws std::invalid_argument with a sentence where an argument
+// makes no sense.
+inline ChunkList cut_chunks(std::span<const int64_t> shard_rows, int64_t row_bytes,
+                            int64_t least_bytes = kLeastChunkBytes) {
+  const auto world = static_cast<int64_t>(shard_rows.size());
+  tpk::detail::require(world >= 1 && world <= kMaxRanks, [&] {
+    return "shard_rows must name 1 to " + std::to_string(kMaxRanks) + " ranks, but it names " +
+           std::to_string(world) + ".";
+  });
+  tpk::detail::check_extent("row_bytes", row_bytes, 0);
+  tpk::detail::check_extent("least_bytes", least_bytes, 1);
+  constexpr int64_t kMostRows = std::numeric_limits<int32_t>::max();
+  int64_t total = 0;
+  for (int64_t r = 0; r < world; ++r) {
+    tpk::detail::require(shard_rows[r] >= 0, [&] {
+      return "shard_rows must not be negative, but rank " + std::to_string(r) + " has " +
+             std::to_string(shard_rows[r]) + " rows.";
+    });
+    tpk::detail::require(shard_rows[r] <= kMostRows - total, [&] {
+      return "shard_rows must add up to less than 2^31, but ranks 0 to " + std::to_string(r) +
+             " have more rows: split the call.";
+    });
+    total += shard_rows[r];
+  }
+  // How many chunks a shard becomes if none may be less than `blocks` times kChunkRows rows.
+  const auto chunks_of = [](int64_t rows, int64_t blocks) {
+    return rows == 0 ? 0 : max64(1, rows / (blocks * kChunkRows));
+  };
+  const auto too_many = [&](int64_t blocks) {
+    int64_t count = 0;
+    for (const int64_t rows : shard_rows) count += chunks_of(rows, blocks);
+    return count > kMaxChunks;
+  };
+  const int64_t least_rows = row_bytes == 0 ? kMostRows : min64(kMostRows, ceil_div(least_bytes, row_bytes));
+  int64_t blocks = ceil_div(least_rows, kChunkRows);
+  int64_t enough = ceil_div(kMostRows, kChunkRows);  // one chunk a shard
+  while (blocks < enough) {                          // to the least number that is enough
+    const int64_t middle = (blocks + enough) / 2;
+    if (too_many(middle)) {
+      blocks = middle + 1;
+    } else {
+      enough = middle;
+    }
+  }
+
+  ChunkList list;
+  int64_t begin = 0;
+  for (int64_t r = 0; r < world; ++r) {
+    list.first[r] = list.count;
+    const int64_t rows = shard_rows[r];
+    const int64_t chunks = chunks_of(rows, blocks);
+    for (int64_t c = 1; c <= chunks; ++c) {
+      const int64_t end = min64(rows, ceil_div(rows, kChunkRows) * c / chunks * kChunkRows);
+      list.row_end[list.count++] = static_cast<int32_t>(begin + end);
+    }
+    begin += rows;
+  }
+  list.first[world] = list.count;
+  return list;
+}
+
+// The pushes of one call, in order. An Engine enqueues them on a stream (or does them):
+//   gather: copy(peer, chunk): rows of the chunk into the peer's buffer
+//   scatter: take_bell(owner) -> bool: from here on the rows of `owner` are there (false ends the call);
+//     copy(owner): those rows into the owner's slot
+//   both: raise(peer, index): behind all copies before it, my epoch into the peer's arrived[index]
+template <class Engine>
+void push_gather(Engine& engine, const ChunkList& chunks, int rank, int world) {
+  for (int step = 1; step < world; ++step) {
+    const int peer = gather_peer(rank, step, world);
+    for (int32_t c = chunks.first[rank]; c < chunks.first[rank + 1]; ++c) {
+      engine.copy(peer, c);
+      engine.raise(peer, c);
+    }
+  }
+}
+
+template <class Engine>
+bool push_scatter(Engine& engine, std::span<const int64_t> shard_rows, int rank) {
+  const int world = static_cast<int>(shard_rows.size());
+  for (int step = 1; step < world; ++step) {
+    const int owner = scatter_peer(rank, step, world);
+    if (shard_rows[owner] == 0) continue;
+    if (!engine.take_bell(owner)) return false;
+    engine.copy(owner);
+    engine.raise(owner, rank);
+  }
+  return true;
+}
+
+}  // namespace tpk::protocol

@@ -1,0 +1,99 @@
+// What the ops that call the Hopper kernel themselves share: tensors as matrices, workspace, the call. op:
+// the name that errors begin with.
+#pragma once
+
+#include <cuda_runtime_api.h>
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <exception>
+#include <optional>
+#include <string_view>
+
+#include "kernels/sm90a/entry.hpp"
+#include "ops/sentence.hpp"
+
+namespace tpk::ops {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+inline ScalarKind kind_of(const Tensor& t) {
+  return t.scalar_type() == ScalarType::Float  ? ScalarKind::kFp32
+         : t.scalar_type() == ScalarType::Half ? ScalarKind::kFp16
+                                               : ScalarKind::kBf16;
+}
+
+// [N], [rows, columns] or [batch, rows, columns], any strides.
+inline Matrix matrix_of(const Tensor& t) {
+  const int64_t dim = t.dim();
+  const auto stride = [&](int64_t back) {
+    return dim >= back && t.size(dim - back) > 1 ? t.stride(dim - back) : 0;
+  };
+  return {t.data_ptr(), stride(3), stride(2), stride(1), kind_of(t)};
+}
+
+inline Element element_of(std::string_view op, const Tensor& a) {
+  const bool bf16 = a.scalar_type() == ScalarType::BFloat16;
+  TPK_REQUIRE(bf16 || a.scalar_type() == ScalarType::Half, op, ": a must be bfloat16 or float16, but it is ",
+              a.scalar_type(), ".");
+  return bf16 ? Element::kBf16 : Element::kFp16;
+}
+
+inline cudaStream_t current_stream(std::string_view op, int device) {
+  void* stream = nullptr;
+  TPK_REQUIRE(aoti_torch_get_current_cuda_stream(device, &stream) == 0, op,
+              ": torch could not name the current CUDA stream.");
+  return static_cast<cudaStream_t>(stream);
+}
+
+// Memory on the current stream. torch may hand it out again there as soon as we return, which is after the
+// kernel in stream order.
+struct HopperWorkspace {
+  const Tensor& like;
+  std::optional<Tensor> memory;
+  std::exception_ptr error;
+
+  static void* allocate(void* context, int64_t bytes) {
+    auto* self = static_cast<HopperWorkspace*>(context);
+    try {
+      self->memory = torch::stable::new_empty(self->like, {bytes}, ScalarType::Byte);
+      return self->memory->data_ptr();
+    } catch (...) {  // must not pass through the kernel's entry
+      self->error = std::current_exception();
+      return nullptr;
+    }
+  }
+};
+
+// On which device the call runs, and on how many multiprocessors (0: all).
+inline void set_device(GemmCall& call, int device, int64_t multiprocessors) {
+  int present = 0;
+  (void)cudaDeviceGetAttribute(&present, cudaDevAttrMultiProcessorCount, device);
+  call.device = device;
+  call.multiprocessors =
+      multiprocessors > 0 && multiprocessors < present ? static_cast<int>(multiprocessors) : present;
+}
+
+// See sm90a::find_tile_rows.
+inline int64_t tile_rows(std::string_view op, const GemmCall& call) {
+  int64_t rows = 0;
+  char message[1024] = "";
+  const GemmOutcome outcome = sm90a::find_tile_rows(call, &rows, message, sizeof message);
+  TPK_REQUIRE(outcome == GemmOutcome::kDone, op, ": ", static_cast<const char*>(message));
+  return rows;
+}
+
+// Runs the call on the stream; like: a tensor of the device.
+inline void run_hopper(std::string_view op, const GemmCall& call, const Tensor& like, cudaStream_t stream) {
+  HopperWorkspace workspace{like, std::nullopt, nullptr};
+  const Allocator allocator{&HopperWorkspace::allocate, &workspace};
+  char message[1024] = "";
+  const GemmOutcome outcome = sm90a::run_gemm(call, stream, allocator, message, sizeof message);
+  if (workspace.error != nullptr) std::rethrow_exception(workspace.error);
+  TPK_REQUIRE(outcome == GemmOutcome::kDone, op, ": ", static_cast<const char*>(message));
+}
+
+}  // namespace tpk::ops

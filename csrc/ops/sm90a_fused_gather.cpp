@@ -1,0 +1,165 @@
+// torch.ops.tpkernels.fused_all_gather_matmul: one rank's part of a product of rows that all ranks have a
+// shard of. They travel by the copy engine while the Hopper kernel multiplies; who writes which word, and
+// when: host/protocol.hpp. Nothing waits on the host: captured into graphs after a first call.
+#include <torch/csrc/stable/library.h>
+
+#include <optional>
+
+#include "ops/arguments.hpp"
+#include "ops/fused_group.hpp"
+
+namespace {
+
+using tpk::GemmCall;
+using tpk::GemmHooks;
+using tpk::ops::check_matrix;
+using tpk::ops::CopyEngine;
+using tpk::ops::DeviceGuard;
+using tpk::ops::Group;
+using tpk::ops::group_of;
+using tpk::ops::launch_sync;
+using tpk::ops::matrix_of;
+using tpk::ops::round_up;
+using tpk::ops::Rows;
+using tpk::ops::set_plan;
+using tpk::ops::Tensor;
+
+constexpr const char* kGather = "tpkernels::fused_all_gather_matmul";
+
+void fused_all_gather_matmul(const Tensor& a_shard, const std::vector<Tensor>& bs,
+                             const std::vector<Tensor>& biases, const std::vector<int64_t>& bias_of,
+                             const std::string& activation, const std::vector<Tensor>& outs,
+                             const std::vector<Tensor>& preacts, const std::optional<Tensor>& gathered,
+                             const std::vector<int64_t>& shard_rows, int64_t rank,
+                             const std::vector<int64_t>& addresses, double timeout_s,
+                             const std::string& schedule, const std::string& tile, int64_t multiprocessors) {
+#define REQUIRE(ok, ...) TPK_REQUIRE(ok, kGather, ": ", __VA_ARGS__)
+  REQUIRE(a_shard.is_cuda() && a_shard.dim() == 2, "a_shard must be a CUDA tensor [rows, K].");
+  const auto device = a_shard.get_device_index();
+  const DeviceGuard guard(device);
+  Group g = group_of(kGather, shard_rows, rank, addresses, timeout_s, device);
+  const int64_t k = a_shard.size(1);
+  const int64_t own = g.rows_of(g.rank());
+  const int64_t first = g.rows.begin(g.rank());
+  const int64_t m = g.total();
+  check_matrix(kGather, "a_shard", a_shard, own, k);
+  REQUIRE(k > 0 && (k == 1 || a_shard.stride(1) == 1), "a_shard must have K above 0, and K contiguous.");
+  REQUIRE(!bs.empty() && outs.size() == bs.size() && (preacts.empty() || preacts.size() == bs.size()),
+          "there must be an output for each of bs, and a preact for each or none.");
+  REQUIRE(bias_of.size() == biases.size(), "bias_of must name a weight for each of biases.");
+  const tpk::Element element = tpk::ops::element_of(kGather, a_shard);
+  for (size_t i = 0; i < bs.size(); ++i) {
+    REQUIRE(bs[i].scalar_type() == a_shard.scalar_type(), "bs must be of a_shard's dtype.");
+    check_matrix(kGather, "b", bs[i], k, bs[i].size(1));
+    check_matrix(kGather, "out", outs[i], m, bs[i].size(1));
+    REQUIRE(bs[i].size(1) > 0, "b must have columns.");
+    if (!preacts.empty()) {
+      check_matrix(kGather, "preact", preacts[i], m, bs[i].size(1));
+      REQUIRE(preacts[i].scalar_type() == outs[i].scalar_type(), "preact must be of its output's dtype.");
+    }
+  }
+  if (gathered) {
+    check_matrix(kGather, "gathered", *gathered, m, k);
+    REQUIRE(gathered->is_contiguous() && gathered->scalar_type() == a_shard.scalar_type(),
+            "gathered must be contiguous and of a_shard's dtype.");
+  }
+
+  constexpr int64_t kBytes = 2;
+  const int64_t pitch = round_up(k, 8);
+  const auto chunks = tpk::protocol::cut_chunks(shard_rows, pitch * kBytes);
+  const auto buffer_of = [&](int r) { return Rows{g.page(r).buffer(), static_cast<size_t>(pitch * kBytes)}; };
+  const int64_t own_stride = own > 1 ? a_shard.stride(0) : pitch;
+  const Rows shard{a_shard.data_ptr(), static_cast<size_t>(own_stride * kBytes)};
+  const auto row_bytes = static_cast<size_t>(k * kBytes);
+  // TMA takes the own rows where they are, or they are copied to those of the others.
+  const bool in_place = own > 0 && reinterpret_cast<uintptr_t>(shard.data) % 16 == 0 && own_stride % 8 == 0;
+
+  GemmHooks hooks;
+  tpk::ArrivalHook& arrival = hooks.arrival;
+  arrival.flags = g.mine().arrived(0);
+  arrival.epoch = g.mine().epoch();
+  arrival.num_chunks = chunks.count;
+  std::copy(chunks.row_end, chunks.row_end + chunks.count, arrival.row_end);
+  arrival.ranks = g.rows;
+  if (in_place) arrival.own = {a_shard.data_ptr(), 0, own_stride, 1, tpk::ops::kind_of(a_shard)};
+  std::vector<GemmCall> calls(bs.size());
+  int64_t head = 0;  // own rows, at the beginning and at the end, of which a tile has rows of others too
+  int64_t tail = 0;
+  for (size_t i = 0; i < bs.size(); ++i) {
+    GemmCall& c = calls[i];
+    c.problem = {m, bs[i].size(1), k, 1};
+    c.element = element;
+    c.a = {buffer_of(g.rank()).data, 0, pitch, 1, tpk::ops::kind_of(a_shard)};
+    c.b = matrix_of(bs[i]);
+    c.out = matrix_of(outs[i]);
+    if (!preacts.empty()) c.preact = matrix_of(preacts[i]);
+    const auto bias = std::find(bias_of.begin(), bias_of.end(), static_cast<int64_t>(i));
+    if (bias != bias_of.end()) {
+      const Tensor& t = biases[bias - bias_of.begin()];
+      REQUIRE(t.is_cuda() && t.dim() == 1 && t.size(0) == bs[i].size(1), "biases must be CUDA tensors [N].");
+      c.bias = matrix_of(t);
+    }
+    c.activation = tpk::ops::parse_activation(kGather, activation);
+    c.hooks = &hooks;
+    set_plan(c, schedule, tile, multiprocessors, g, device);
+    const int64_t bm = tpk::ops::tile_rows(kGather, c);
+    head = std::max(head, (bm - first % bm) % bm);
+    if (first + own < m) tail = std::max(tail, (first + own) % bm);
+  }
+
+  launch_sync(kGather, tpk::sm90a::enter_function(), g);
+  CopyEngine::Call engine(CopyEngine::of(device), g.stream);
+  const auto keep = [&](int64_t begin, int64_t end) {
+    if (begin < end)
+      engine.copy(buffer_of(g.rank()).from(first + begin), shard.from(begin), row_bytes, end - begin);
+  };
+  if (!in_place || head + tail >= own) {
+    keep(0, own);
+  } else {
+    keep(0, head);
+    keep(own - tail, own);
+  }
+  const bool waits_for_own = !in_place || head + tail > 0;
+  for (int32_t c = chunks.first[g.rank()]; waits_for_own && c < chunks.first[g.rank() + 1]; ++c) {
+    engine.raise(g.mine().arrived(c), g.mine().epoch());
+  }
+  struct Pushes {
+    CopyEngine::Call& engine;
+    const Group& g;
+    const tpk::protocol::ChunkList& chunks;
+    decltype(buffer_of)& buffer;
+    Rows shard;
+    int64_t first;
+    size_t row_bytes;
+    void copy(int peer, int32_t c) {
+      engine.copy(buffer(peer).from(chunks.begin(c)), shard.from(chunks.begin(c) - first), row_bytes,
+                  chunks.rows(c));
+    }
+    void raise(int peer, int32_t c) { engine.raise(g.page(peer).arrived(c), g.mine().epoch()); }
+  } pushes{engine, g, chunks, buffer_of, shard, first, row_bytes};
+  tpk::protocol::push_gather(pushes, chunks, g.rank(), g.world());
+
+  for (const GemmCall& c : calls) tpk::ops::run_hopper(kGather, c, a_shard, g.stream);
+  engine.join();
+  if (gathered) {
+    const auto copy_out = [&](int64_t begin, int64_t end, Rows from) {
+      if (begin >= end) return;
+      const Rows to{gathered->data_ptr(), row_bytes};
+      const cudaError_t error =
+          cudaMemcpy2DAsync(to.from(begin).data, to.pitch, from.data, from.pitch, row_bytes,
+                            static_cast<size_t>(end - begin), cudaMemcpyDeviceToDevice, g.stream);
+      REQUIRE(error == cudaSuccess, "cudaMemcpy2DAsync failed: ", cudaGetErrorString(error), ".");
+    };
+    copy_out(0, first, buffer_of(g.rank()));
+    copy_out(first, first + own, shard);
+    copy_out(first + own, m, buffer_of(g.rank()).from(first + own));
+  }
+  launch_sync(kGather, tpk::sm90a::leave_function(), g);
+#undef REQUIRE
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(tpkernels, CUDA, m) {
+  m.impl("fused_all_gather_matmul", TORCH_BOX(&fused_all_gather_matmul));
+}

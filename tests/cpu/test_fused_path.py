@@ -1,0 +1,603 @@
+"""Path "fused" without a GPU: where it can run, what calls hand to the ops, and whole checks on fakes of those ops."""
+
+from __future__ import annotations
+
+import datetime
+
+import fused_behaviour
+import fused_checks
+import fused_gradients
+import pytest
+import torch
+import torch.distributed as dist
+from fused_fakes import FakeRuntime, on_fakes
+from op_behaviour import expect
+from op_checks import check_all_gather_matmul, on_device
+
+import tpkernels as tpk
+from tpkernels.comm import conditions, faults, fused, ranks, runtime, streams, symmetric, workspace
+from tpkernels.comm.conditions import RankFacts, call_missing, machine_missing, ranks_missing
+from tpkernels.errors import ArgumentError, BackendError, CommTimeoutError
+from tpkernels.ops import _groups, _paths
+
+BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+FUSED = "fused"
+
+
+# Whether it can run
+
+
+@pytest.mark.parametrize(
+    "call, reason",
+    [
+        (("cuda", BF16, BF16, 8), None),
+        (("cuda", F16, F32, 16), None),
+        (("cpu", BF16, BF16, 8), "the tensors are on cpu"),
+        (("cuda", F32, F32, 8), "takes bfloat16 and float16, not float32"),
+        (("cuda", BF16, F64, 8), "its results are bfloat16, float16 or float32, not float64"),
+        (("cuda", BF16, BF16, 17), "a group may have 16 ranks, not 17"),
+    ],
+)
+def test_reasons_that_a_call_shows(call, reason):
+    found = call_missing(*call)
+    assert found is None if reason is None else reason in found
+
+
+@pytest.mark.parametrize(
+    "machine, reason",
+    [
+        (((9, 0), "", {}), None),
+        (((8, 0), "", {}), "this GPU has 8.0"),
+        (((10, 0), "", {}), "this GPU has 10.0"),
+        (((9, 0), "it was not built", {}), "_C_sm90a is not loaded, it was not built"),
+        (((9, 0), "", {"CUDA_LAUNCH_BLOCKING": "1"}), "CUDA_LAUNCH_BLOCKING"),
+        (((9, 0), "", {"CUDA_LAUNCH_BLOCKING": "0", "NVTX_INJECTION64_PATH": ""}), None),
+        (((9, 0), "", {"NV_SANITIZER_INJECTION_PORT_BASE": "49152"}), "NV_SANITIZER"),
+        (((9, 0), "", {"CUDA_INJECTION64_PATH": "/opt/ncu/libcuda-injection.so"}), "CUDA_INJECTION64_PATH"),
+        (((9, 0), "", {"NVTX_INJECTION64_PATH": "/opt/sanitizer/libsanitizer.so"}), "NVTX_INJECTION64_PATH"),
+        (((9, 0), "", {"CUDA_INJECTION64_PATH": "/opt/nsight-systems/2025/libToolsInjection64.so"}), None),
+        (((9, 0), "", {"LD_PRELOAD": "/opt/libTreeLauncherTargetInjection.so"}), "LD_PRELOAD"),
+    ],
+)
+def test_reasons_that_a_machine_shows(machine, reason):
+    found = machine_missing(*machine)
+    assert found is None if reason is None else reason in found
+
+
+def _rank(i: int, **changes) -> RankFacts:
+    usual = RankFacts("node-a", f"GPU-{i}", {f"GPU-{j}": True for j in range(4) if j != i})
+    return usual._replace(**changes)
+
+
+@pytest.mark.parametrize(
+    "changes, reason",
+    [
+        ({}, None),
+        ({1: {"missing": "it has no CUDA device"}}, "rank 1 cannot: it has no CUDA device"),
+        ({3: {"host": "node-b"}}, "several hosts (rank 0 on node-a, rank 3 on node-b)"),
+        ({2: {"device": "GPU-0"}}, "ranks 0 and 2 share the GPU GPU-0"),
+        ({2: {"device": "GPU-0", "overlap": True}}, "ranks 0 and 2 share the GPU GPU-0"),
+        ({2: {"device": "GPU-0", "overlap": True}, 0: {"overlap": True}}, None),
+        ({2: {"reaches": {"GPU-0": True, "GPU-1": False}}}, "ranks 1 and 2 have no peer access"),
+        ({1: {"reaches": {"GPU-2": False}}}, "ranks 1 and 2 have no peer access"),
+        ({1: {"reaches": {}}}, None),  # it sees its own GPU only
+    ],
+)
+def test_reasons_that_all_ranks_show(changes, reason):
+    found = ranks_missing([_rank(i, **changes.get(i, {})) for i in range(4)])
+    assert found is None if reason is None else reason in found
+
+
+def test_parse_and_choice(monkeypatch):
+    monkeypatch.delenv("TPK_PATH", raising=False)
+    for device in ("cuda", "cpu"):
+        for path in ("fused", "fused+streamk", "streamk+fused"):
+            assert _paths.parse(path, device, distributed=True)[:2] == ("fused", "streamk")
+            assert _paths.parse(path, device, distributed=False)[:2] == (None, "streamk")
+    for path in ("fused+cublas", "cublas+fused"):
+        with pytest.raises(
+            ArgumentError, match=r"path: 'fused' is one kernel, .* cannot multiply by 'cublas'"
+        ):
+            _paths.parse(path, "cuda", distributed=True)
+    monkeypatch.setenv("TPK_PATH", "fused")
+    request = _paths.parse("auto", "cuda", distributed=True)
+
+    def choose(world=4, device="cuda", dtype=BF16, request=request):
+        return _paths.choose_transport(request, "nccl", "g", world, device, dtype, dtype)
+
+    assert choose() == "fused" and choose(world=1) == "nccl" and choose(device="meta", dtype=F32) == "fused"
+    with pytest.raises(
+        BackendError, match="TPK_PATH: 'fused' was asked for, but it takes bfloat16 and float16"
+    ):
+        choose(dtype=F32)
+    assert choose(dtype=F32, request=_paths.Request(None, None)) == "nccl"
+    with pytest.raises(ArgumentError, match="'gloo' was asked for"):
+        choose(request=_paths.Request("gloo", None))
+
+
+# On fakes of the ops, with gloo between ranks
+
+
+@pytest.mark.parametrize("world, dtype", [(2, BF16), (3, F16)])
+@pytest.mark.parametrize(
+    "check", [fused_checks.check_gather, fused_checks.check_scatter, fused_checks.check_reference]
+)
+def test_values(ranks, seed, check, world, dtype):
+    ranks.run(on_fakes, check, FUSED, dtype, seed, world=world, timeout=120)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_gradients(ranks, seed, world):
+    ranks.run(on_fakes, fused_gradients.check_gradients, FUSED, BF16, seed, world=world, timeout=120)
+
+
+@pytest.mark.parametrize("uneven", [False, True])
+def test_every_dimension_and_option_with_gradients(ranks, uneven):
+    ranks.run(on_fakes, check_all_gather_matmul, BF16, uneven, FUSED, world=3, timeout=120)
+
+
+def test_groups(ranks, seed):
+    ranks.run(on_fakes, fused_behaviour.check_two_groups, FUSED, 20, seed)
+    ranks.run(on_fakes, _groups_go)
+
+
+def _groups_go(ctx):
+    """Memory of a group is freed once it is destroyed, by the next call in another one."""
+    x, w = torch.ones(4, 8, dtype=BF16), torch.ones(8, 8, dtype=BF16)
+    for _ in range(3):
+        group = dist.new_group(list(range(ctx.world)))
+        for members in (group, ctx.group):
+            for op in (tpk.all_gather_matmul, tpk.matmul_reduce_scatter):
+                op(x, w, members, path=FUSED)
+        assert len(workspace._spaces) == 4
+        dist.destroy_process_group(group)
+    tpk.all_gather_matmul(x, w, ctx.group, path=FUSED)
+    assert {name for name, *_ in workspace._spaces} == {ctx.group_name}
+
+
+def test_disagreement(ranks):
+    ranks.run(on_fakes, fused_behaviour.check_disagreement, FUSED, world=3)
+
+
+def test_compiler(ranks):
+    ranks.run(on_fakes, fused_gradients.check_compile, FUSED, "aot_eager", world=2, timeout=120)
+
+
+def _opcheck(ctx):
+    """Fakes give the shapes and strides of what the path really returns."""
+    ops, name = torch.ops.tpkernels, ctx.group_name
+    x = torch.randn(2, 4, 3).to(BF16).requires_grad_()
+    w, v = torch.randn(3, 5).to(BF16).requires_grad_(), torch.randn(3, 5).to(BF16)
+    bias = torch.randn(5).to(BF16).requires_grad_()
+    y = torch.randn(2, 2 * ctx.world, 3).to(BF16).requires_grad_()
+    tests = ["test_schema", "test_autograd_registration", "test_faketensor"]
+    for op, args in (
+        (
+            ops.all_gather_matmul,
+            (x, [w, v], [bias], [1], "gelu", 1, None, name, F32, True, True, True, FUSED),
+        ),
+        (ops.matmul_reduce_scatter, ([y, y], [w, v], bias, None, 1, None, name, None, FUSED)),
+    ):
+        torch.library.opcheck(op.default, args, test_utils=tests)
+
+
+def test_opcheck(ranks):
+    ranks.run(on_fakes, _opcheck, world=2)
+
+
+def _shapes_of_one_rank(ctx):
+    """A rank without columns, or without K, still takes part: the others wait for what it sends."""
+    ones, last = lambda *shape: torch.ones(*shape, dtype=BF16), ctx.rank == ctx.world - 1
+    n, k = (0, 0) if last else (5, 8)
+    for bs in ([ones(8, n)], [ones(8, 0), ones(8, n)]):
+        *outs, gathered = (
+            tpk.all_gather_matmul(ones(3, 8), bs, ctx.group, biases=[b[0] for b in bs], path=FUSED),
+            tpk.all_gather_matmul(ones(3, 8), bs, ctx.group, return_gathered=True, path=FUSED)[1],
+        )
+        assert torch.equal(outs[0][-1], torch.full((3 * ctx.world, n), 9.0, dtype=BF16))
+        assert torch.equal(gathered, ones(3 * ctx.world, 8))
+    a, b = ones(2 * ctx.world, k), ones(k, 5)
+    out = tpk.matmul_reduce_scatter([a, a], [b, b], ctx.group, bias=ones(5), path=FUSED)
+    assert torch.equal(out, torch.full((2, 5), 16.0 * (ctx.world - 1) + 1, dtype=BF16))
+    assert runtime.active.log[-1] == "scatter" and tpk.last_path().detail.startswith(f"M={2 * ctx.world} N=5")
+
+
+def test_shapes_of_one_rank(ranks):
+    ranks.run(on_fakes, _shapes_of_one_rank, world=3)
+
+
+def _refusals(ctx):
+    errors, x, w = tpk.errors, torch.ones(6, 8, dtype=BF16), torch.ones(8, 8, dtype=BF16)
+    fused_behaviour.check_refused(ctx, F32, ["bfloat16", "float32"])
+    wide = lambda: tpk.all_gather_matmul(x, w, ctx.group, out_dtype=F64, path=FUSED)  # noqa: E731
+    expect(errors.BackendError, ["fused", "float64"], wide)
+    if ctx.world > 1:  # under TPK_CHECK=1
+        odd = FUSED if ctx.rank == 0 else "auto"
+        expect(
+            errors.MismatchError, ["path 'fused'"], lambda: tpk.all_gather_matmul(x, w, ctx.group, path=odd)
+        )
+    # Not before all of this was any memory made, and nothing was left behind in the group.
+    assert not any(line.startswith("allocate") for line in runtime.active.log)
+    tpk.all_gather_matmul(x, w, ctx.group, path=FUSED)
+
+
+def test_refusals(ranks):
+    ranks.run(on_fakes, _refusals, world=3)
+
+
+def _one_rank_cannot(ctx):
+    x, w = torch.ones(6, 8, dtype=BF16), torch.ones(8, 8, dtype=BF16)
+    fake = FakeRuntime(ctx.rank)
+    fake.missing = "it is too old" if ctx.rank == 1 else ""
+    runtime.active, usual = fake, runtime.active
+    for _ in range(2):  # found out once, and remembered
+        for op in (tpk.all_gather_matmul, tpk.matmul_reduce_scatter):
+            call = lambda op=op: op(x, w, ctx.group, path=FUSED)  # noqa: E731
+            expect(tpk.errors.BackendError, ["fused", "rank 1 cannot: it is too old", "auto"], call)
+    reserve = lambda: tpk.reserve(ctx.group, max_m=8, k=8)  # noqa: E731
+    expect(tpk.errors.BackendError, ["rank 1 cannot"], reserve)
+    explain = lambda: tpk.explain("all_gather_matmul", x, w, ctx.group, path=FUSED)  # noqa: E731
+    expect(tpk.errors.BackendError, ["rank 1 cannot"], explain)
+    assert "cannot run: rank 1" in str(tpk.explain("matmul_reduce_scatter", x, w, ctx.group))
+    assert fake.log == []
+    # Memory that cannot be had on one rank: an error on all of them, and another try later.
+    ranks._missing.clear()
+    fake.missing, fake.fail = "", "allocate" if ctx.rank == 1 else ""
+    expect(
+        tpk.errors.BackendError, ["rank 1: RuntimeError: out of memory"], lambda: tpk.reserve(max_m=8, k=8)
+    )
+    expect(
+        tpk.errors.BackendError,
+        ["rank 1", "memory"],
+        lambda: tpk.all_gather_matmul(x, w, ctx.group, path=FUSED),
+    )
+    fake.fail = ""
+    tpk.all_gather_matmul(x, w, ctx.group, path=FUSED)
+    runtime.active = usual
+    usual.log.extend(fake.log)
+
+
+def test_one_rank_cannot(ranks):
+    ranks.run(on_fakes, _one_rank_cannot)
+
+
+def _explained(ctx):
+    x, w = torch.ones(6, 8, dtype=BF16), torch.ones(8, 16, dtype=BF16)
+    sizes = [0, 6, 2][: ctx.world]
+    shard = x[: sizes[ctx.rank]]
+    before = tpk.explain("all_gather_matmul", shard, w, ctx.group, shard_sizes=sizes, path=FUSED)
+    assert before.path == "fused+streamk" and "the first call finds out" in before.transfers
+    assert before.wire_bytes == (sum(sizes) - sizes[ctx.rank]) * 8 * 2
+    assert "chunks" in str(before) and "M=8 N=16 K=8" in str(before)
+    assert runtime.active.log == [], "it only tells"
+    tpk.all_gather_matmul(shard, w, ctx.group, shard_sizes=sizes, path=FUSED)
+    record = tpk.last_path()
+    assert (record.path, record.detail, record.why) == (before.path, before.product, before.why)
+    after = tpk.explain("matmul_reduce_scatter", x, w, ctx.group, path=FUSED)
+    assert after.path == "fused+streamk" and "first call" not in after.transfers
+    auto = tpk.explain("matmul_reduce_scatter", x, w, ctx.group)
+    assert auto.path == "gloo+blas" and "path='fused' can be asked for" in str(auto)
+    every = tpk.explain("matmul_all_reduce", x, w, ctx.group, path=FUSED)
+    assert every.path == "fused+streamk" and every.transfers.endswith("pushed to all")
+    assert tpk.explain("matmul_replicated", x, w, ctx.group).transfers == ""
+
+
+def test_explain(ranks):
+    ranks.run(on_fakes, _explained, world=3)
+
+
+def _memory_of_calls(ctx):
+    """It grows when a call needs more, in powers of two, or to what was reserved; not in a capture."""
+    fake, ones = runtime.active, lambda *shape: torch.ones(*shape, dtype=BF16)
+    gather = lambda rows, k: tpk.all_gather_matmul(ones(rows, k), ones(k, 8), ctx.group, path=FUSED)  # noqa: E731
+    fake.capture = True
+    with fused_behaviour.unchecked():  # the comparison looks for a capture itself
+        expect(tpk.errors.BackendError, ["fused", "first use", "captur"], lambda: gather(8, 8))
+        fake.capture = False
+        gather(8, 8)
+        sizes = lambda: [line.split()[1] for line in fake.log if line.startswith("allocate")]  # noqa: E731
+        assert sizes() == [str(2 << 20)]
+        gather(9, 1000)
+        fake.capture = True
+        gather(7, 1000)
+        expect(tpk.errors.BackendError, ["fused", "gather", "captur"], lambda: gather(1000, 2000))
+        expect(tpk.errors.BackendError, ["captur"], lambda: tpk.reserve(ctx.group, max_m=8, k=8))
+        fake.capture = False
+        assert sizes() == [str(2 << 20)]
+        rows = 3 << 20
+        tpk.reserve(ctx.group, max_m=rows, k=1, n=3)
+        gather(1000, 2000)
+        slots = -(-(4096 + -(-rows // ctx.world) * ctx.world * 16) // (2 << 20)) * (2 << 20)
+        assert sizes()[1:] == [str((48 << 20) + (2 << 20)), str(slots)]
+        # A graph replays into the first allocation: it lives on.
+        space = workspace._spaces[ctx.group_name, torch.device("cpu"), "gather"]
+        assert [memory.numel() for memory, _ in space.kept] == [2 << 20] and not space.captured
+        tpk.reserve(ctx.group, max_m=8, all_reduce_n=8)
+        fake.capture = True
+        tpk.matmul_all_reduce(ones(8, 8), ones(8, 8), ctx.group, path=FUSED)
+        fake.capture = False
+        before = len(fake.log)
+        tpk.reserve(ctx.group, max_m=8, k=8, n=8, all_reduce_n=8, dtype=F32)
+        assert len(fake.log) == before
+        expect(
+            tpk.errors.BackendError,
+            ["same size", "rank 0"],
+            lambda: tpk.reserve(ctx.group, max_m=8 + ctx.rank, k=8),
+        )
+
+
+def test_memory_of_calls(ranks):
+    ranks.run(on_fakes, _memory_of_calls, world=3)
+
+
+def _single(ctx):
+    x, w = torch.ones(6, 8, dtype=BF16), torch.ones(8, 4, dtype=BF16)
+    for op in (tpk.all_gather_matmul, tpk.matmul_reduce_scatter):
+        assert torch.equal(op(x, w, ctx.group, path=FUSED), x @ w)
+        assert tpk.last_path().path == "streamk"
+    tpk.reserve(ctx.group, max_m=8, k=8, n=8)
+
+
+def test_one_rank_multiplies(ranks):
+    ranks.run(on_device, _single, world=1)
+
+
+def test_arguments_of_reserve(ranks):
+    ranks.run(on_device, _bad_reserve, world=2)
+
+
+def _bad_reserve(ctx):
+    for name, value in (("max_m", -1), ("k", 2.0), ("n", True), ("all_reduce_n", "3")):
+        call = lambda name=name, value=value: tpk.reserve(ctx.group, **{"max_m": 1, name: value})  # noqa: E731
+        expect(ArgumentError, [name, repr(value)], call)
+    if not torch.cuda.is_available():
+        expect(BackendError, ["fused", "no CUDA device"], lambda: tpk.reserve(ctx.group, max_m=8, k=8))
+    expect(BackendError, ["fused", "cpu"], lambda: tpk.reserve(ctx.group, max_m=8, k=8, device="cpu"))
+
+
+# Operands
+
+
+def test_what_the_copy_engine_takes():
+    """Views where it can push them, else copies."""
+    x = torch.arange(48).view(6, 8)
+    for shard in (x, x[:, 3:], x[::2], x[:1].t().t(), x[:, :1], x.new_empty(0, 8)):
+        assert shard.numel() == 0 or fused._pushable(shard).data_ptr() == shard.data_ptr()
+    for shard in (x.t(), x[:1].expand(6, 8), x.flatten().as_strided((4, 8), (4, 1)), x[:, ::2]):
+        pushable = fused._pushable(shard)
+        assert torch.equal(pushable, shard) and pushable.is_contiguous()
+    assert fused._pushable(x.t()[:0]).stride(1) == 1
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_rows_and_back(dim):
+    x = torch.randn(3, 4, 5, 6)
+    rows = fused._as_rows(x, dim, 60)
+    for i in range(x.shape[dim]):  # index i of the dimension has its rows together
+        inner = 60 // x.shape[dim]
+        assert torch.equal(rows[i * inner : (i + 1) * inner], x.select(dim, i).reshape(inner, 6))
+    back = fused._from_rows(rows, dim, x.shape[dim], fused._inner(x.shape, dim))
+    assert torch.equal(back, x) and back.is_contiguous()
+
+
+# Timeouts and faults
+
+
+class _Group:
+    """A process group with a backend that has a timeout."""
+
+    def __init__(self, seconds: float) -> None:
+        self.options = type("Options", (), {"_timeout": datetime.timedelta(seconds=seconds)})
+
+    def _get_backend(self, device):
+        return self
+
+
+def test_timeout(monkeypatch):
+    group, cpu = _groups.Group("g", 0, 2, _Group(77.5)), torch.device("cpu")
+    monkeypatch.delenv("TPK_COMM_TIMEOUT_S", raising=False)
+    assert faults.timeout_s(group, cpu) == 77.5
+    group.process_group.options = None
+    assert faults.timeout_s(group, cpu) == 1800
+    monkeypatch.setenv("TPK_COMM_TIMEOUT_S", "2.5")
+    assert faults.timeout_s(group, cpu) == 2.5
+    for bad in ("soon", "0", "-1", "inf", "nan"):
+        monkeypatch.setenv("TPK_COMM_TIMEOUT_S", bad)
+        with pytest.raises(ArgumentError, match=f"TPK_COMM_TIMEOUT_S: expected seconds.*'{bad}'"):
+            faults.timeout_s(group, cpu)
+
+
+def test_timeout_of_a_real_group(ranks):
+    ranks.run(_real_timeout, world=2)
+
+
+def _real_timeout(ctx):
+    group = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=123))
+    assert faults.timeout_s(_groups.resolve(group.group_name), torch.device("cpu")) == 123
+
+
+def test_faults_are_raised_in_words(monkeypatch):
+    fake, group = FakeRuntime(), _groups.Group("tp", 2, 4, object())
+    monkeypatch.setattr(runtime, "active", fake)
+
+    def fail(error):
+        with faults.Reported("all_gather_matmul", group):
+            raise error
+
+    with pytest.raises(RuntimeError, match=r"^unrelated$"):
+        fail(RuntimeError("unrelated"))
+    tpk.synchronize()
+    fake.sentence = "CTA 3 waited 4000 ms for slab 0 of chunk 5 of a."
+    with pytest.raises(
+        CommTimeoutError, match=r"all_gather_matmul on rank 2 of 4 \(group 'tp'\): CTA 3 waited"
+    ) as got:
+        fail(RuntimeError("unspecified launch failure"))
+    assert isinstance(got.value, RuntimeError) and "launch failure" in str(got.value.__cause__)
+    with pytest.raises(BackendError):
+        fail(BackendError("our own errors stay"))
+    with pytest.raises(KeyboardInterrupt):
+        fail(KeyboardInterrupt())
+
+    def synchronize(device):
+        raise RuntimeError("CUDA error")
+
+    monkeypatch.setattr(fake, "synchronize", synchronize)
+    with pytest.raises(CommTimeoutError, match="synchronize after all_gather_matmul on rank 2 of 4"):
+        tpk.synchronize("cuda:0")
+    fake.sentence = ""
+    with pytest.raises(RuntimeError, match=r"^CUDA error$"):
+        tpk.synchronize()
+
+
+def test_synchronize_without_cuda():
+    if not torch.cuda.is_available():
+        tpk.synchronize()
+
+
+# Streams
+
+
+def test_calls_on_other_streams_are_chained(monkeypatch):
+    log, state = [], {"stream": 0, "capture": False}
+
+    class Event:
+        def record(self, stream):
+            log.append(f"record {stream.cuda_stream}")
+
+    class Stream:
+        def __init__(self):
+            self.cuda_stream = state["stream"]
+
+        def wait_event(self, event):
+            log.append(f"{self.cuda_stream} waits")
+
+    monkeypatch.setattr(streams, "_last", {})
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state["capture"])
+
+    def call(stream, device=0, capture=False):
+        state.update(stream=stream, capture=capture)
+        log.clear()
+        with streams.Chained(torch.device("cuda", device)):
+            log.append("launch")
+        return log
+
+    assert call(7) == ["launch", "record 7"]
+    assert call(7) == ["launch", "record 7"]
+    assert call(8) == ["8 waits", "launch", "record 8"]
+    assert call(9, device=1) == ["launch", "record 9"]
+    assert call(7, capture=True) == ["launch"]
+    assert call(7) == ["7 waits", "launch", "record 7"]
+
+
+# torch's symmetric memory
+
+
+class _SymmetricModule:
+    """What the adapter uses of torch.distributed._symmetric_memory."""
+
+    def __init__(self, backend: str = "CUDA", failures: int = 0) -> None:
+        self.log: list[object] = []
+        self.backend, self.failures, self.shift = backend, failures, 0
+        functions = {
+            "empty_strided_p2p": self._empty,
+            "set_group_info": self._set_group_info,
+            "rendezvous": self._rendezvous,
+        }
+        self._SymmetricMemory = type("_SymmetricMemory", (), functions)
+
+    def get_backend(self, device):
+        return self.backend
+
+    def set_backend(self, name):
+        self.backend = name
+
+    def _empty(self, size, stride, dtype, device):
+        self.log.append("empty")
+        if self.failures > 0:
+            self.failures -= 1
+            raise RuntimeError("CUDA driver error: out of memory")
+        return torch.zeros(size, dtype=dtype, device=device)
+
+    def _set_group_info(self, name, rank, world, store):
+        self.log.append(("group", name, rank, world))
+        store.set("from", str(rank))
+
+    def _rendezvous(self, memory, name):
+        self.log.append(("rendezvous", name))
+        here = memory.data_ptr() - self.shift
+        return type("Handle", (), {"buffer_ptrs": [4096, here]})
+
+
+@pytest.fixture
+def symm_mem(monkeypatch):
+    module = _SymmetricModule()
+    monkeypatch.setattr(torch.distributed, "_symmetric_memory", module, raising=False)
+    monkeypatch.setitem(__import__("sys").modules, "torch.distributed._symmetric_memory", module)
+    monkeypatch.delenv("TPK_SYMMETRIC_BACKEND", raising=False)
+    monkeypatch.setenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "0")
+    return module
+
+
+def test_symmetric_memory(symm_mem, monkeypatch):
+    import os
+
+    store = torch.distributed.HashStore()
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_process_group_store", {"itself": store}.get)
+    known: dict[str, str] = {}
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_register_process_group", known.__setitem__)
+    group, cpu = _groups.Group("tp", 1, 2, "itself"), torch.device("cpu")
+    memory = symmetric.allocate(100, cpu)
+    assert memory.shape == (100,) and memory.dtype == torch.uint8
+    assert os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1"
+    mapping = symmetric.map_ranks(memory, group, "new")
+    assert mapping.addresses == (4096, memory.data_ptr())
+    assert symm_mem.log == ["empty", ("group", "new", 1, 2), ("rendezvous", "new")], (
+        "torch knows names for ever"
+    )
+    assert known == {"new": "itself"}
+    assert store.get("new/from") == b"1", "over the group's own store, apart from its other keys"
+    symm_mem.shift = 512
+    with pytest.raises(BackendError, match="begins 512 bytes behind"):
+        symmetric.map_ranks(memory, group, "newer")
+    emptied = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(1))
+    symm_mem.failures = 1
+    assert symmetric.allocate(8, cpu).numel() == 8 and emptied == [1]
+    symm_mem.failures = 2
+    with pytest.raises(RuntimeError, match="out of memory"):
+        symmetric.allocate(8, cpu)
+
+
+def test_backend_of_symmetric_memory(symm_mem, monkeypatch):
+    cpu = torch.device("cpu")
+    symm_mem.backend = "NCCL"
+    symmetric.allocate(8, cpu)
+    assert symm_mem.backend == "CUDA"
+    monkeypatch.setenv("TPK_SYMMETRIC_BACKEND", "NVSHMEM")
+    with pytest.raises(BackendError, match="TPK_SYMMETRIC_BACKEND: 'NVSHMEM' was asked for, but torch"):
+        symmetric.allocate(8, cpu)
+    symm_mem.is_nvshmem_available = lambda: True
+    symmetric.allocate(8, cpu)
+    assert symm_mem.backend == "NVSHMEM"
+
+    def refuse(name):
+        raise RuntimeError("already allocated")
+
+    symm_mem.set_backend = refuse
+    monkeypatch.delenv("TPK_SYMMETRIC_BACKEND")
+    with pytest.raises(BackendError, match=r"uses 'NVSHMEM' .already allocated.; choose before"):
+        symmetric.allocate(8, cpu)
+    monkeypatch.setenv("TPK_SYMMETRIC_BACKEND", "smoke")
+    with pytest.raises(
+        ArgumentError, match="TPK_SYMMETRIC_BACKEND: expected one of CUDA, NVSHMEM, got 'smoke'"
+    ):
+        symmetric.allocate(8, cpu)
+
+
+def test_torch_has_what_the_adapter_uses():
+    import torch.distributed._symmetric_memory as real
+
+    assert "empty_strided_p2p" in dir(real._SymmetricMemory) and "rendezvous" in dir(real)
+    assert "buffer_ptrs" in dir(real._SymmetricMemory) and conditions.MAX_RANKS == 16

@@ -1,0 +1,205 @@
+"""Path "fused" without a GPU: the ops of _C_sm90a and the memory between ranks, played by CPU tensors and gloo.
+
+The fake ops check what the real ones require of their arguments, and compute in float64 what those compute. For the
+ranks of a pool: ``ranks.run(on_fakes, fused_checks.check_gather, "fused", ...)``.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from gemm_checks import activate
+from op_checks import on_device
+
+from tpkernels.comm import conditions, ranks, runtime, symmetric, workspace
+from tpkernels.ops import _collectives
+
+Tensor = torch.Tensor
+
+
+class FakeRuntime(runtime.Runtime):
+    """``log``: what was done, in order. ``capture``, ``sentence``, ``missing`` and ``fail`` are set by tests."""
+
+    device_types = ("cpu",)
+
+    def __init__(self, rank: int = 0) -> None:
+        self.rank = rank
+        self.log: list[str] = []
+        self.mapped: dict[tuple[int, ...], tuple[Any, Tensor]] = {}
+        self.names: set[str] = set()
+        self.capture = False
+        self.sentence = ""
+        self.missing = ""
+        self.fail = ""
+
+    def facts(self, device):
+        return conditions.RankFacts("here", f"GPU {self.rank}", {}, self.missing)
+
+    def on(self, device):
+        return nullcontext()
+
+    def capturing(self):
+        return self.capture
+
+    def synchronize(self, device):
+        self.log.append("synchronize")
+
+    def chained(self, device):
+        return nullcontext()
+
+    def allocate(self, size, device):
+        self.log.append(f"allocate {size}")
+        if self.fail == "allocate":
+            raise RuntimeError("out of memory\nmore lines")
+        return torch.full((size,), 0xFF, dtype=torch.uint8)
+
+    def map_ranks(self, memory, group, name):
+        assert name not in self.names and set(ranks.exchange(group, name)) == {name}
+        self.names.add(name)
+        assert not memory[: workspace.PAGE_BYTES].any(), "mapped before its words were zero"
+        self.log.append("map")
+        addresses = tuple(ranks.exchange(group, memory.data_ptr()))
+        self.mapped[addresses] = group, memory
+        return symmetric.Mapping(addresses)
+
+    def warm_up(self, device, rank, addresses):
+        assert addresses in self.mapped
+        self.log.append("warm up")
+
+    def fault(self):
+        return self.sentence
+
+    def _memory_of(self, addresses: list[int], shard_rows: list[int], rank: int, timeout_s: float) -> Any:
+        group, memory = self.mapped[tuple(addresses)]
+        assert rank == group.rank and len(shard_rows) == len(addresses) == group.world
+        assert addresses[rank] == memory.data_ptr() and timeout_s > 0
+        assert sum(shard_rows) > 0 and all(type(rows) is int for rows in shard_rows)
+        return group, memory.numel() - workspace.PAGE_BYTES
+
+    def gather(
+        self, a_shard, bs, biases, bias_of, activation, outs, preacts, gathered,
+        shard_rows, rank, addresses, timeout_s, schedule, tile, multiprocessors,
+    ):  # fmt: skip
+        self.log.append("gather")
+        group, room = self._memory_of(addresses, shard_rows, rank, timeout_s)
+        (rows, k), m = a_shard.shape, sum(shard_rows)
+        assert rows == shard_rows[rank] and k > 0 and (k == 1 or a_shard.stride(1) == 1)
+        assert rows < 2 or a_shard.stride(0) >= k
+        assert room >= m * -(-k // 8) * 8 * a_shard.element_size()
+        assert len(bs) == len(outs) > 0 and len(preacts) in (0, len(bs)) and len(biases) == len(bias_of)
+        whole = _collectives.all_gather(a_shard, 0, shard_rows, group)
+        if gathered is not None:
+            assert gathered.shape == whole.shape and gathered.is_contiguous()
+            gathered.copy_(whole)
+        for i, b in enumerate(bs):
+            assert b.shape[0] == k and b.shape[1] > 0 and outs[i].shape == (m, b.shape[1])
+            value = whole.double() @ b.double()
+            if i in bias_of:
+                value += biases[bias_of.index(i)].double()
+            if preacts:
+                assert preacts[i].shape == outs[i].shape and preacts[i].dtype == outs[i].dtype
+                preacts[i].copy_(value)
+            outs[i].copy_(activate(value, activation))
+        assert (schedule, tile, multiprocessors) == ("auto", "", 0)
+
+    def scatter(
+        self, a, b, bias, residual, out, send, shard_rows, rank, addresses, timeout_s,
+        schedule, tile, multiprocessors,
+    ):  # fmt: skip
+        self.log.append("scatter")
+        self._sum(
+            a,
+            b,
+            bias,
+            residual,
+            out,
+            send,
+            shard_rows,
+            rank,
+            addresses,
+            timeout_s,
+            schedule,
+            tile,
+            multiprocessors,
+        )
+
+    def all_reduce(
+        self, a, b, bias, residual, out, send, shard_rows, rank, addresses, timeout_s,
+        schedule, tile, multiprocessors,
+    ):  # fmt: skip
+        self.log.append("all_reduce")
+        assert out.is_contiguous() and out.shape[0] == sum(shard_rows)
+        begin = sum(shard_rows[:rank])
+        own = out[begin : begin + shard_rows[rank]]
+        room = self._sum(
+            a,
+            b,
+            bias,
+            residual,
+            own,
+            send,
+            shard_rows,
+            rank,
+            addresses,
+            timeout_s,
+            schedule,
+            tile,
+            multiprocessors,
+        )
+        assert (
+            room
+            >= len(shard_rows) * max(shard_rows) * send.stride(0) * 2 + send.numel() * send.element_size()
+        )
+        group, _ = self.mapped[tuple(addresses)]
+        out.copy_(_collectives.all_gather(own, 0, shard_rows, group))
+
+    def _sum(
+        self, a, b, bias, residual, out, send, shard_rows, rank, addresses, timeout_s,
+        schedule, tile, multiprocessors,
+    ):  # fmt: skip
+        group, room = self._memory_of(addresses, shard_rows, rank, timeout_s)
+        (m, k), n, own = a.shape, b.shape[1], shard_rows[rank]
+        pitch = -(-n * out.element_size() // 16) * 16 // out.element_size()
+        assert m == sum(shard_rows) and b.shape == (k, n) and k > 0 and n > 0
+        assert out.shape in ((own, pitch), (own, n)) and send.shape == (m, pitch) and out.is_contiguous()
+        out = out[:, :n]
+        assert send.is_contiguous() and send.dtype == out.dtype
+        if residual is not None:
+            assert residual.shape == (own, pitch) and residual.is_contiguous() and residual.dtype == out.dtype
+            residual = residual[:, :n]
+        assert room >= group.world * max(shard_rows) * pitch * out.element_size()
+        mine = slice(sum(shard_rows[:rank]), sum(shard_rows[: rank + 1]))
+        partial = a.double() @ b.double()
+        sent = _collectives.all_gather(partial.to(out.dtype), 0, [m] * group.world, group)
+        total = torch.zeros_like(partial[mine])
+        for r in range(group.world):
+            total += partial[mine] if r == rank else sent[r * m : (r + 1) * m][mine].double()
+        for term in (bias, residual):
+            if term is not None:
+                total += term.double()
+        out.copy_(total)
+        assert (schedule, tile, multiprocessors) == ("auto", "", 0)
+        return room
+
+
+def forget() -> None:
+    """No group has memory, none has compared its ranks."""
+    workspace._spaces.clear()
+    ranks._missing.clear()
+
+
+def on_fakes(ctx: Any, check: Any, *args: Any) -> FakeRuntime:
+    """Run a check of path "fused" on the ranks of a pool without a GPU."""
+    fake, real = FakeRuntime(ctx.rank), runtime.active
+    runtime.active = fake
+    forget()
+    try:
+        on_device(ctx, check, *args)
+    finally:
+        runtime.active = real
+        forget()
+        os.environ.pop("TPK_PATH", None)
+    assert {"gather", "scatter", "all_reduce"} & set(fake.log), "no call came to the ops"

@@ -1,0 +1,433 @@
+"""The fused products' C++ ops, all ranks in one process on one GPU: a stream each, and a part of the multiprocessors.
+
+No process group and no symmetric memory: every "rank's" page and buffer is ordinary memory of the device. What is run
+is what several GPUs run, but for the links. Several processes: test_fused_one_gpu.py; several GPUs: tests/gpun.
+"""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from streamk_cases import HOPPER_TILES, hopper_only, integers, randn
+
+from tpkernels.testing import assert_close_tiles
+
+Tensor = torch.Tensor
+pytestmark = [pytest.mark.gpu1, hopper_only]
+
+PAGE = 4096
+OPS: Any = torch.ops.tpkernels
+
+
+class Ranks:
+    """Virtual ranks: memory, streams, and calls that are all enqueued before any is waited for."""
+
+    # All clusters of all ranks have to run at once, also where some leave odd multiprocessors to the others' pairs.
+    def __init__(self, world: int, buffer_bytes: int, timeout_s: float = 20.0) -> None:
+        self.world, self.timeout_s = world, timeout_s
+        self.memory = [
+            torch.zeros(PAGE + buffer_bytes, dtype=torch.uint8, device="cuda") for _ in range(world)
+        ]
+        self.addresses = [m.data_ptr() for m in self.memory]
+        self.streams = [torch.cuda.Stream() for _ in range(world)]
+        self.multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count // world - 4
+        torch.cuda.synchronize()
+        for rank in range(world):
+            OPS.fused_warm_up(0, rank, self.addresses)
+
+    def poison(self) -> None:
+        for memory in self.memory:
+            memory[PAGE:].fill_(0xFF)  # NaN
+
+    def run(self, call: Callable[[int], None], order: Sequence[int] | None = None) -> None:
+        torch.cuda.synchronize()
+        for rank in order or range(self.world):
+            with torch.cuda.stream(self.streams[rank]):
+                call(rank)
+        torch.cuda.synchronize()
+
+    def replay(self, call: Callable[[int], None], times: int = 1) -> None:
+        """As run, by a CUDA graph of every rank: copies of one call then do not stand behind those of another."""
+        graphs = [torch.cuda.CUDAGraph() for _ in range(self.world)]
+        for rank, graph in enumerate(graphs):
+            with torch.cuda.graph(graph, stream=self.streams[rank]):
+                call(rank)
+        for _ in range(times):
+            self.run(lambda rank: graphs[rank].replay())
+
+    def gather(
+        self, shards: Sequence[Tensor], bs: Sequence[Tensor], **options: Any
+    ) -> tuple[list[list[Tensor]], list[Tensor]]:
+        """Every rank's products and gathered operand. All ranks have the same bs here."""
+        rows = [s.shape[0] for s in shards]
+        m, k = sum(rows), shards[0].shape[1]
+        dtype = options.get("out_dtype", shards[0].dtype)
+        outs = [[filled(m, b.shape[1], dtype=dtype) for b in bs] for _ in shards]
+        gathered = [filled(m, k, dtype=shards[0].dtype) for _ in shards]
+        biases = options.get("biases", [])
+
+        def call(rank: int) -> None:
+            OPS.fused_all_gather_matmul(
+                shards[rank], list(bs), biases, list(range(len(biases))), options.get("activation", "none"),
+                outs[rank], [], gathered[rank] if options.get("gathered", True) else None, rows, rank, self.addresses,
+                self.timeout_s, options.get("schedule", "auto"), options.get("tile", ""), self.multiprocessors,
+            )  # fmt: skip
+
+        self.run(call, options.get("order"))
+        return outs, gathered
+
+    def reduce(
+        self, as_: Sequence[Tensor], bs: Sequence[Tensor], rows: Sequence[int], **options: Any
+    ) -> list[Tensor]:
+        """Every rank's rows of the sum of a_i b_i; with op=fused_matmul_all_reduce all of them."""
+        dtype = options.get("out_dtype", as_[0].dtype)
+        m, n = as_[0].shape[0], bs[0].shape[1]
+        unit = 16 // dtype.itemsize
+        pitch = math.ceil(n / unit) * unit
+        outs = [filled(m, n, dtype=dtype) if "op" in options else filled(r, pitch, dtype=dtype) for r in rows]
+        sends = [filled(m, pitch, dtype=dtype) for _ in rows]
+        residuals = [
+            None if r is None else widened(r, pitch) for r in options.get("residuals", [None] * self.world)
+        ]
+
+        def call(rank: int) -> None:
+            options.get("op", OPS.fused_matmul_reduce_scatter)(
+                as_[rank], bs[rank], options.get("bias"), residuals[rank], outs[rank], sends[rank], list(rows), rank,
+                self.addresses, self.timeout_s, options.get("schedule", "auto"), options.get("tile", ""),
+                self.multiprocessors,
+            )  # fmt: skip
+
+        if "op" in options:  # an owner's copies wait for its sums, hence for other ranks' copies
+            self.replay(call, 3)
+        else:
+            self.run(call, options.get("order"))
+        return [out[:, :n] for out in outs]
+
+
+def filled(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.full(shape, math.nan, dtype=dtype, device="cuda")
+
+
+def split(total: int, world: int, uneven: bool) -> list[int]:
+    if not uneven:
+        each = math.ceil(total / world)
+        return [max(0, min(each, total - r * each)) for r in range(world)]
+    sizes = [(total * (r + 1) * (r + 2)) // (world * (world + 1)) for r in range(world)]
+    sizes = [b - a for a, b in zip([0, *sizes], sizes, strict=False)]
+    return [sizes[0] + total - sum(sizes), *sizes[1:]]
+
+
+def pitched(x: Tensor) -> Tensor:
+    """The same matrix with a pitch that TMA takes."""
+    rows, cols = x.shape
+    return x.new_empty(rows, math.ceil(cols / 8) * 8)[:, :cols].copy_(x)
+
+
+def widened(x: Tensor, columns: int) -> Tensor:
+    """The same rows, with room for whole chunks; NaN there."""
+    wide = filled(x.shape[0], columns, dtype=x.dtype)
+    wide[:, : x.shape[1]] = x
+    return wide
+
+
+def whole(*shape: int, generator: torch.Generator, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Integers: every order of sums is exact in float32."""
+    return integers(1, *shape, dtype=dtype, generator=generator)[0]
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("tile", [*HOPPER_TILES, ""])
+def test_gather(tile: str, world: int, generator: torch.Generator) -> None:
+    """Shards that end inside tiles, empty ones, fewer rows than ranks, K and addresses that TMA cannot take."""
+    ranks = Ranks(world, 4 << 20)
+    for total, uneven, k, n in [
+        (1024, False, 512, 520),
+        (997, True, 320, 264),
+        (1500, True, 203, 333),
+        (2, False, 64, 8),
+    ]:
+        rows = split(total, world, uneven)
+        a, b = whole(total, k, generator=generator), pitched(whole(k, n, generator=generator))
+        want = a.double() @ b.double()
+        shards = [s.clone() for s in a.split(rows)]
+        ranks.poison()
+        for schedule in ["auto", "data_parallel", "stream_k", "hybrid_last"]:
+            outs, gathered = ranks.gather(shards, [b], tile=tile, schedule=schedule, out_dtype=torch.float32)
+            for rank in range(world):
+                what = f"rank {rank} of {world}, {rows} rows, K {k}, N {n}, {schedule}"
+                assert torch.equal(outs[rank][0].double(), want), what
+                assert torch.equal(gathered[rank], a), what
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_gather_is_bitwise_the_plain_product(world: int, generator: torch.Generator) -> None:
+    """With the same plan. Several weights, biases, activation; shards with a pitch and an offset."""
+    ranks = Ranks(world, 8 << 20)
+    total, k = 1300, 1096
+    rows = split(total, world, True)
+    a = randn(1, total, k, dtype=torch.bfloat16, generator=generator)[0]
+    bs = [randn(1, k, n, dtype=torch.bfloat16, generator=generator)[0] for n in (256, 392, 96)]
+    bs[1] = bs[1].t().contiguous().t()
+    biases = [randn(n, dtype=torch.float32, generator=generator) for n in (256, 392)]
+    wide = [torch.empty(r, k + 24, dtype=torch.bfloat16, device="cuda") for r in rows]
+    shards = [w[:, 8 : k + 8] for w in wide]
+    for shard, part in zip(shards, a.split(rows), strict=True):
+        shard.copy_(part)
+    outs, _ = ranks.gather(
+        shards, bs, biases=biases, activation="gelu", tile="128x256x64/2x1", schedule="data_parallel"
+    )
+    for i, b in enumerate(bs):
+        out = filled(1, total, b.shape[1], dtype=torch.bfloat16)
+        bias = biases[i] if i < 2 else None
+        OPS.streamk_gemm(
+            a[None], b[None], bias, out, None, "gelu", False, "data_parallel", 0, 1, "128x256x64/2x1"
+        )
+        for rank in range(world):
+            assert torch.equal(outs[rank][i], out[0]), f"weight {i}, rank {rank}"
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("tile", [*HOPPER_TILES, ""])
+def test_reduce(tile: str, world: int, generator: torch.Generator) -> None:
+    ranks = Ranks(world, 8 << 20)
+    cases = [
+        (1024, False, 256, 512),
+        (997, True, 320, 264),
+        (1500, True, 200, 333),
+        (2, False, 64, 8),
+        (300, True, 72, 1029),
+    ]
+    for total, uneven, k, n in cases:
+        rows = split(total, world, uneven)
+        as_ = [whole(total, k, generator=generator) for _ in rows]
+        bs = [pitched(whole(k, n, generator=generator)) for _ in rows]
+        want = sum(a.double() @ b.double() for a, b in zip(as_, bs, strict=True))
+        ranks.poison()
+        for schedule in ["auto", "data_parallel"]:
+            outs = ranks.reduce(as_, bs, rows, tile=tile, schedule=schedule, out_dtype=torch.float32)
+            for rank, (out, part) in enumerate(zip(outs, want.split(rows), strict=True)):
+                assert torch.equal(out.double(), part), (
+                    f"rank {rank} of {world}, {rows} rows, K {k}, N {n}, {schedule}"
+                )
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_reduce_adds_rounded_partials_in_rank_order(
+    world: int, dtype: torch.dtype, generator: torch.Generator
+) -> None:
+    """Peers' partials rounded, the own one not, then bias and residual: bitwise, with the same plan of one tile."""
+    ranks = Ranks(world, 8 << 20)
+    k, n, options = 640, 504, {"tile": "128x128x64/1x1", "schedule": "data_parallel"}
+    rows = [150 + 37 * r for r in range(world)]
+    total = sum(rows)
+    as_ = [randn(1, total, k, dtype=dtype, generator=generator)[0] for _ in rows]
+    bs = [randn(1, k, n, dtype=dtype, generator=generator)[0].t().contiguous().t() for _ in rows]
+    bias = randn(n, dtype=torch.float32, generator=generator)
+    residuals = [randn(1, r, n, dtype=dtype, generator=generator)[0] for r in rows]
+    outs = ranks.reduce(as_, bs, rows, bias=bias, residuals=residuals, **options)
+    wide = []
+    for a, b in zip(as_, bs, strict=True):
+        wide.append(filled(1, total, n, dtype=torch.float32))
+        OPS.streamk_gemm(
+            a[None], b[None], None, wide[-1], None, "none", False, "data_parallel", 0, 1, options["tile"]
+        )
+    begin = 0
+    for rank, out in enumerate(outs):
+        mine = slice(begin, begin + rows[rank])
+        begin += rows[rank]
+        parts = [w[0, mine] if r == rank else w[0, mine].to(dtype).float() for r, w in enumerate(wide)]
+        total_sum = parts[0].clone()
+        for part in parts[1:]:
+            total_sum += part
+        total_sum = total_sum + bias + residuals[rank].float()
+        assert torch.equal(out, total_sum.to(dtype)), f"rank {rank}"
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_all_reduce(world: int, generator: torch.Generator) -> None:
+    """The same bits on every rank: those of the reduce-scatter."""
+    one, every = Ranks(world, 8 << 20), Ranks(world, 16 << 20)
+    for total, k, n in [(1024, 256, 512), (997, 320, 264), (700, 200, 333), (2, 64, 8), (1, 72, 1029)]:
+        rows = split(total, world, False)
+        as_ = [randn(1, total, k, dtype=torch.bfloat16, generator=generator)[0] for _ in rows]
+        bs = [pitched(randn(1, k, n, dtype=torch.bfloat16, generator=generator)[0]) for _ in rows]
+        bias = randn(n, dtype=torch.float32, generator=generator)
+        residuals = [randn(1, r, n, dtype=torch.bfloat16, generator=generator)[0] for r in rows]
+        every.poison()
+        for dtype in (torch.bfloat16, torch.float32):
+            added = {"bias": bias, "residuals": [r.to(dtype) for r in residuals], "out_dtype": dtype}
+            parts = one.reduce(as_, bs, rows, **added)
+            outs = every.reduce(as_, bs, rows, op=OPS.fused_matmul_all_reduce, **added)
+            assert all(torch.equal(out, torch.cat(parts)) for out in outs), (
+                f"{world} ranks, {rows} rows, N {n}"
+            )
+
+
+def test_calls_in_turn(generator: torch.Generator) -> None:
+    """Shapes and shards change from call to call, ranks start in any order, buffers are never cleaned in between."""
+    world = 4
+    gather, reduce = Ranks(world, 4 << 20), Ranks(world, 4 << 20)
+    order = torch.Generator().manual_seed(generator.initial_seed())
+    for _ in range(60):
+        pick = torch.randint(1, 1200, (4,), generator=order).tolist()
+        cuts = sorted(x % pick[0] for x in pick[1:]) if pick[0] > 1 else [0, 0, 0]
+        rows = [b - a for a, b in zip([0, *cuts], [*cuts, pick[0]], strict=True)]
+        k, n = 8 * (1 + pick[1] % 60), 8 * (1 + pick[2] % 50)
+        turn = torch.randperm(world, generator=order).tolist()
+        a, b = whole(pick[0], k, generator=generator), whole(k, n, generator=generator)
+        outs, _ = gather.gather(
+            [s.clone() for s in a.split(rows)], [b], order=turn, out_dtype=torch.float32, gathered=False
+        )
+        want = a.double() @ b.double()
+        assert all(torch.equal(out[0].double(), want) for out in outs), rows
+        parts = reduce.reduce([a] * world, [b] * world, rows, order=turn, out_dtype=torch.float32)
+        assert torch.equal(torch.cat(parts).double(), world * want), rows
+
+
+def test_graphs(generator: torch.Generator) -> None:
+    """Every rank's calls captured, replayed on new data, mixed with eager calls of another shape."""
+    world, m, k, n = 2, 700, 512, 392
+    gather, reduce = Ranks(world, 4 << 20), Ranks(world, 4 << 20)
+    rows = [300, 400]
+    a = whole(m, k, generator=generator)
+    shards = [s.clone() for s in a.split(rows)]
+    b = whole(k, n, generator=generator)
+    outs = [filled(m, n, dtype=torch.float32) for _ in rows]
+    sums = [filled(r, n, dtype=torch.float32) for r in rows]
+    sends = [filled(m, n, dtype=torch.float32) for _ in rows]
+
+    def gathers(rank: int) -> None:
+        OPS.fused_all_gather_matmul(
+            shards[rank], [b], [], [], "none", [outs[rank]], [], None, rows, rank, gather.addresses, 20.0, "auto", "",
+            gather.multiprocessors,
+        )  # fmt: skip
+
+    def reduces(rank: int) -> None:
+        OPS.fused_matmul_reduce_scatter(
+            a, b, None, None, sums[rank], sends[rank], rows, rank, reduce.addresses, 20.0, "auto", "",
+            reduce.multiprocessors,
+        )  # fmt: skip
+
+    def eager() -> None:  # one op of all ranks after the other: they share one stream for copies
+        gather.run(gathers)
+        gather.run(reduces)
+
+    eager()
+    graphs = []
+    for rank in range(world):
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1], stream=gather.streams[rank]):
+            gathers(rank)
+            reduces(rank)
+    for turn in range(12):
+        a.copy_(whole(m, k, generator=generator))
+        for shard, part in zip(shards, a.split(rows), strict=True):
+            shard.copy_(part)
+        for out in [*outs, *sums]:
+            out.fill_(math.nan)
+        if turn % 3 == 2:
+            eager()
+        else:
+            gather.run(lambda rank: graphs[rank].replay())
+        want = a.double() @ b.double()
+        assert all(torch.equal(out.double(), want) for out in outs), turn
+        assert torch.equal(torch.cat(sums).double(), world * want), turn
+        if turn % 4 == 1:
+            other, _ = gather.gather([s[:100].clone() for s in shards], [b], out_dtype=torch.float32)
+            assert torch.equal(
+                other[0][0].double(), torch.cat([s[:100] for s in shards]).double() @ b.double()
+            )
+
+
+LATE = """
+import torch, tpkernels
+rows, tail = [256, 256], (0.5, "auto", "", 0)
+memory = [torch.zeros(1 << 22, dtype=torch.uint8, device="cuda") for _ in range(2)]
+addresses = [m.data_ptr() for m in memory]
+ops = torch.ops.tpkernels
+for rank in range(2): ops.fused_warm_up(0, rank, addresses)
+a, b = (torch.randn(512, 512, device="cuda").bfloat16() for _ in range(2))
+out = torch.empty(512, 512, device="cuda", dtype=torch.bfloat16)
+if {op!r} == "gather":
+    ops.fused_all_gather_matmul(a[:256], [b], [], [], "none", [out], [], None, rows, 0, addresses, *tail)
+elif {op!r} == "reduce":
+    ops.fused_matmul_reduce_scatter(a, b, None, None, out[:256].clone(), out, rows, 0, addresses, *tail)
+else:
+    memory[0].view(torch.int32)[128] = 3  # three calls that the other rank has not read
+    ops.fused_all_gather_matmul(a[:256], [b], [], [], "none", [out], [], None, rows, 0, addresses, *tail)
+try:
+    torch.cuda.synchronize()
+except RuntimeError:
+    print(ops.comm_fault())
+"""
+
+
+@pytest.mark.parametrize(
+    "op,said",
+    [
+        ("gather", "slab 0 of chunk 1 of a: its flag is 0, expected 1. Rank 1, which sends it, did not."),
+        ("reduce", "addend 0: its flag is 0, expected 1. Rank 1, which sends it, did not."),
+        ("enter", "rank 1 to have read what it was sent before: its flag is 0, expected 3."),
+    ],
+)
+def test_a_rank_that_does_not_come_is_named(op: str, said: str) -> None:
+    code = LATE.format(op=op)
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert said in run.stdout, run.stdout + run.stderr
+    assert "waited 500 ms" in run.stdout
+
+
+def test_bad_calls_are_refused_before_anyone_waits(generator: torch.Generator) -> None:
+    ranks = Ranks(2, 1 << 20)
+    a, b = whole(64, 64, generator=generator), whole(64, 64, generator=generator)
+    out = filled(128, 64, dtype=torch.bfloat16)
+
+    def gather(shard: Tensor = a, rows: Sequence[int] = (64, 64), rank: int = 0, **kw: Any) -> None:
+        OPS.fused_all_gather_matmul(
+            shard, [kw.get("b", b)], [], [], "none", [out], [], None, list(rows), rank, ranks.addresses, 1.0,
+            kw.get("schedule", "auto"), kw.get("tile", ""), 0,
+        )  # fmt: skip
+
+    def reduce(schedule: str = "auto") -> None:
+        OPS.fused_matmul_reduce_scatter(
+            torch.cat([a, a]),
+            b,
+            None,
+            None,
+            out[:64],
+            out,
+            [64, 64],
+            0,
+            ranks.addresses,
+            1.0,
+            schedule,
+            "",
+            0,
+        )
+
+    for call, said in [
+        (lambda: gather(rows=[64]), "shard_rows must name 2 to 16 ranks, but it names 1"),
+        (lambda: gather(rows=[63, 65]), r"a_shard must be a CUDA tensor \[63, 64\], but it is \[64, 64\]"),
+        (lambda: gather(rank=2), r"rank must lie in \[0, 2\), but it is 2"),
+        (lambda: gather(b=b.half()), "bs must be of a_shard's dtype"),
+        (lambda: gather(tile="17x3"), "tile must be one of"),
+        (lambda: reduce("stream_k"), "could make ranks wait for each other"),
+        (lambda: reduce("split_k"), "stream_k|split_k|wait for each other"),
+    ]:
+        with pytest.raises(RuntimeError, match=said):
+            call()
+    torch.cuda.synchronize()
+    assert not OPS.comm_fault()
+    words = ranks.memory[0][:PAGE].view(torch.int32)
+    assert int(words[128]) == 0, "nobody has begun an epoch"
+    outs, _ = ranks.gather([a, a], [b], out_dtype=torch.float32)
+    assert_close_tiles(outs[1][0], torch.cat([a, a]).double() @ b.double(), torch.float32, k=64)

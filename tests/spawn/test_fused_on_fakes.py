@@ -1,0 +1,60 @@
+"""The Python side of path "fused" among gloo ranks: the ops of ``_C_sm90a`` are played by tests/fused_fakes.py.
+
+The same checks run on real kernels in tests/gpu1/test_fused_one_gpu.py and tests/gpun/test_fused_gpus.py.
+"""
+
+from __future__ import annotations
+
+import fused_behaviour
+import fused_checks
+import fused_gradients
+import op_checks
+import pytest
+import torch
+from fused_fakes import on_fakes
+
+PATH = "fused"
+
+
+@pytest.mark.parametrize("world,dtype", [(2, torch.bfloat16), (3, torch.float16)])
+@pytest.mark.parametrize(
+    "check",
+    [
+        fused_checks.check_gather,
+        fused_checks.check_scatter,
+        fused_checks.check_reference,
+        fused_gradients.check_gradients,
+    ],
+)
+def test_values(ranks, seed, check, world, dtype):
+    ranks.run(on_fakes, check, PATH, dtype, seed, world=world, timeout=200)
+
+
+@pytest.mark.parametrize("uneven", [False, True])
+def test_every_argument_of_the_gather(ranks, uneven):
+    ranks.run(on_fakes, op_checks.check_all_gather_matmul, torch.bfloat16, uneven, PATH, world=3, timeout=100)
+
+
+@pytest.mark.parametrize("uneven", [False, True])
+def test_sums_scattered_and_for_all(ranks, uneven):
+    ranks.run(on_fakes, op_checks.check_reduce, torch.bfloat16, uneven, PATH, world=3, timeout=100)
+
+
+def test_shapes_that_change(ranks, seed):
+    ranks.run(on_fakes, fused_behaviour.check_repeats, PATH, 40, seed, world=3, timeout=200)
+
+
+def test_two_groups(ranks, seed):
+    ranks.run(on_fakes, fused_behaviour.check_two_groups, PATH, 20, seed, world=4, timeout=200)
+
+
+def test_groups_that_come_and_go(ranks, seed):
+    ranks.run(on_fakes, fused_behaviour.check_groups_come_and_go, PATH, 1, seed, world=4, timeout=280)
+
+
+def test_disagreement(ranks):
+    ranks.run(on_fakes, fused_behaviour.check_disagreement, PATH, world=2)
+
+
+def test_compile(ranks):
+    ranks.run(on_fakes, fused_gradients.check_compile, PATH, "aot_eager", world=2, timeout=200)

@@ -1,0 +1,6 @@
+"""Path "fused": products whose operands or results travel while they are computed.
+
+:mod:`~tpkernels.comm.conditions` says where it can run, :mod:`~tpkernels.comm.ranks` makes all ranks agree on that,
+:mod:`~tpkernels.comm.workspace` keeps the memory that ranks share, :mod:`~tpkernels.comm.fused` makes the calls. What
+they need of CUDA is in :mod:`~tpkernels.comm.runtime`. The words and buffers: csrc/host/protocol.hpp.
+"""

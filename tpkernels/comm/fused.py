@@ -1,0 +1,229 @@
+"""The calls of path "fused": operands brought into the form that the ops of ``_C_sm90a`` take, and back.
+
+They take matrices whose rows are those of all ranks, shard after shard. A gathered or scattered dimension that is not
+the first is moved there and back, and every row of a shard stands for as many as the other dimensions have.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tpkernels.comm import ranks, runtime, workspace
+from tpkernels.comm.faults import Reported, timeout_s
+from tpkernels.ops import _nvtx
+from tpkernels.ops._groups import Group, shard_sizes
+
+_PLAN = ("auto", "", 0)  # schedule, tile and multiprocessors are left to the op
+
+
+def all_gather_matmul(
+    group: Group,
+    a_shard: Tensor,
+    bs: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    activation: str,
+    dim: int,
+    sizes: Sequence[int],
+    *,
+    out_dtype: torch.dtype,
+    want_preact: bool,
+    want_gathered: bool,
+) -> list[Tensor] | None:
+    """One product per weight; then pre-activations, then the gathered operand, where wanted.
+
+    None where there is nothing to gather, on any rank. Arguments are checked already.
+    """
+    device, k = a_shard.device, a_shard.shape[-1]
+    inner = _inner(a_shard.shape, dim)
+    rows = [size * math.prod(inner) for size in sizes]
+    total = sum(rows)
+    with Reported("all_gather_matmul", group), runtime.active.on(device):
+        ranks.require(group, device)
+        if total == 0 or k == 0:
+            return None
+        timeout = timeout_s(group, device)
+        space = workspace.ensure(
+            group, device, "gather", workspace.gather_bytes(total, k, a_shard.element_size())
+        )
+        shard = _pushable(_as_rows(a_shard, dim, rows[group.rank]))
+        outs, preacts = (
+            [a_shard.new_empty(total, b.shape[1], dtype=out_dtype) for b in bs] if wanted else []
+            for wanted in (True, want_preact)
+        )
+        gathered = a_shard.new_empty(total, k) if want_gathered else None
+        # The kernel takes no empty weight. Without any other this rank still has to send, so it multiplies by zeros.
+        used = [i for i, b in enumerate(bs) if b.shape[1] > 0]
+        weights = [_loadable(bs[i]) for i in used]
+        results, kept = ([some[i] for i in used] for some in (outs, preacts or outs))
+        if not used:
+            weights, results = (
+                [_loadable(a_shard.new_zeros(k, 1))],
+                [a_shard.new_empty(total, 1, dtype=out_dtype)],
+            )
+        by_weight = [(place, biases[i]) for place, i in enumerate(used)]
+        with _nvtx.phase("gather and product", "fused"), runtime.active.chained(device):
+            runtime.active.gather(
+                shard,
+                weights,
+                [bias for _, bias in by_weight if bias is not None],
+                [place for place, bias in by_weight if bias is not None],
+                activation,
+                results,
+                kept if want_preact and used else [],
+                gathered,
+                rows,
+                group.rank,
+                list(space.addresses),
+                timeout,
+                *_PLAN,
+            )
+    made = [*outs, *preacts, *([] if gathered is None else [gathered])]
+    return [_from_rows(x, dim, sum(sizes), inner) for x in made]
+
+
+def matmul_reduce_scatter(
+    group: Group,
+    as_: Sequence[Tensor],
+    bs: Sequence[Tensor],
+    bias: Tensor | None,
+    residual: Tensor | None,
+    dim: int,
+    sizes: Sequence[int],
+    *,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """This rank's rows of the sum over ranks of ``sum_i a_i @ b_i``, plus bias and residual. Arguments are checked."""
+    inner = _inner(as_[0].shape, dim)
+    rows = [size * math.prod(inner) for size in sizes]
+    own = rows[group.rank]
+    matrices = [_as_rows(a, dim, sum(rows)) for a in as_]
+    right = None if residual is None else _as_rows(residual, dim, own)
+    with Reported("matmul_reduce_scatter", group), runtime.active.on(as_[0].device):
+        out = _reduced("scatter", group, matrices, bs, bias, right, rows, own, out_dtype)
+    return _from_rows(out, dim, sizes[group.rank], inner)
+
+
+def matmul_all_reduce(
+    group: Group,
+    as_: Sequence[Tensor],
+    bs: Sequence[Tensor],
+    bias: Tensor | None,
+    residual: Tensor | None,
+    *,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """The sum over ranks of ``sum_i a_i @ b_i``, plus bias and residual, on every rank. Arguments are checked.
+
+    Every rank sums a block of rows and sends it to all.
+    """
+    shape = [*as_[0].shape[:-1], bs[0].shape[1]]
+    total = math.prod(shape[:-1])
+    rows = shard_sizes(total, group.world)
+    matrices = [a.reshape(total, a.shape[-1]) for a in as_]
+    right = None
+    if residual is not None:
+        right = residual.reshape(total, shape[-1]).narrow(0, sum(rows[: group.rank]), rows[group.rank])
+    with Reported("matmul_all_reduce", group), runtime.active.on(as_[0].device):
+        return _reduced("sum", group, matrices, bs, bias, right, rows, total, out_dtype).reshape(shape)
+
+
+def _reduced(
+    kind: str,
+    group: Group,
+    as_: Sequence[Tensor],
+    bs: Sequence[Tensor],
+    bias: Tensor | None,
+    residual: Tensor | None,
+    rows: Sequence[int],
+    out_rows: int,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """``out_rows`` rows of the sum: this rank's ("scatter") or all ("sum"). The residual has this rank's rows."""
+    device, n, total = as_[0].device, bs[0].shape[1], sum(rows)
+    ranks.require(group, device)
+    wide = workspace.pitch(n, out_dtype.itemsize)  # own rows are read and written in whole chunks
+    out = as_[0].new_empty(out_rows, wide if kind == "scatter" else n, dtype=out_dtype)
+    if total == 0 or n == 0:
+        return out[:, :n]
+    timeout = timeout_s(group, device)
+    size = workspace.scatter_bytes if kind == "scatter" else workspace.sum_bytes
+    space = workspace.ensure(group, device, kind, size(rows, n, out.element_size()))
+    left, right = _one_product(as_, bs)
+    active = runtime.active
+    call = active.scatter if kind == "scatter" else active.all_reduce
+    name = "reduce_scatter" if kind == "scatter" else "all_reduce"
+    with _nvtx.phase(f"product and {name}", "fused"), active.chained(device):
+        call(
+            _loadable(left),
+            _loadable(right),
+            bias,
+            None if residual is None else _widened(residual, wide),
+            out,
+            out.new_empty(total, wide),
+            list(rows),
+            group.rank,
+            list(space.addresses),
+            timeout,
+            *_PLAN,
+        )
+    return out[:, :n]
+
+
+def _one_product(as_: Sequence[Tensor], bs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Matrices whose product is the sum of all: side by side along K, for now by copies."""
+    if sum(a.shape[1] for a in as_) == 0:  # the others wait for what this rank adds, which is zero
+        return as_[0].new_zeros(as_[0].shape[0], 1), bs[0].new_zeros(1, bs[0].shape[1])
+    if len(as_) == 1:
+        return as_[0], bs[0]
+    return torch.cat(list(as_), dim=1), torch.cat(list(bs), dim=0)
+
+
+def _loadable(x: Tensor) -> Tensor:
+    """A matrix of 2-byte elements as TMA takes it: the other stride, and the address, multiples of 16 bytes."""
+
+    def lies(inner: int, outer: int) -> bool:
+        whole = x.shape[outer] <= 1 or (x.stride(outer) > 0 and x.stride(outer) % 8 == 0)
+        return whole and (x.shape[inner] <= 1 or x.stride(inner) == 1)
+
+    if x.data_ptr() % 16 == 0 and (lies(1, 0) or lies(0, 1)):
+        return x
+    rows, cols = x.shape
+    return x.new_empty(rows, -(-cols // 8) * 8)[:, :cols].copy_(x)
+
+
+def _widened(x: Tensor, columns: int) -> Tensor:
+    """The same rows in so many columns, contiguous; what is new is never used."""
+    if x.shape[1] == columns:
+        return x.contiguous()
+    wide = x.new_empty(x.shape[0], columns)
+    wide[:, : x.shape[1]] = x
+    return wide
+
+
+def _inner(shape: Sequence[int], dim: int) -> list[int]:
+    """Dimensions between the one of the shards and the last."""
+    return [n for d, n in enumerate(shape[:-1]) if d != dim]
+
+
+def _as_rows(x: Tensor, dim: int, rows: int) -> Tensor:
+    """A matrix with ``dim`` outermost; a copy only where no view exists."""
+    return x.movedim(dim, 0).reshape(rows, x.shape[-1])
+
+
+def _from_rows(x: Tensor, dim: int, size: int, inner: Sequence[int]) -> Tensor:
+    """Back, in the layout of a new tensor."""
+    return x.reshape(size, *inner, x.shape[1]).movedim(0, dim).contiguous()
+
+
+def _pushable(shard: Tensor) -> Tensor:
+    """As the copy engine takes it: elements of a row side by side, rows that do not overlap."""
+    rows, k = shard.shape
+    if rows == 0:
+        return shard.new_empty(0, k)
+    if (k > 1 and shard.stride(1) != 1) or (rows > 1 and shard.stride(0) < k):
+        return shard.contiguous()
+    return shard

@@ -1,0 +1,102 @@
+"""Memory that every rank of a group can write: one adapter over torch's symmetric memory.
+
+Never with multicast: a fault in it can take down every GPU of the host.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tpkernels.errors import ArgumentError, BackendError
+from tpkernels.ops._groups import Group
+
+BACKENDS = ("CUDA", "NVSHMEM")
+
+
+@dataclass(frozen=True)
+class Mapping:
+    """Where every rank's allocation lies in this process. It stays so as long as this object and the memory live."""
+
+    addresses: tuple[int, ...]
+    handle: Any = None
+
+
+def allocate(size: int, device: torch.device) -> Tensor:
+    """Bytes that can be mapped into other ranks. They belong to this rank alone so far."""
+    symm_mem = _module(device)
+    # Not symm_mem.empty: newer versions cut that from a pool, at places that need not be the same on every rank,
+    # and keep it when it is freed.
+    make: Any = vars(symm_mem)["_SymmetricMemory"].empty_strided_p2p
+    try:
+        memory: Tensor = make((size,), (1,), torch.uint8, device)
+    except RuntimeError:  # torch's other allocator may hold what is free
+        torch.cuda.empty_cache()
+        memory = make((size,), (1,), torch.uint8, device)
+    return memory
+
+
+def map_ranks(memory: Tensor, group: Group, name: str) -> Mapping:
+    """Map every rank's allocation of the same size. Collective, over the group itself.
+
+    ``name``: the same on all ranks, never used before. torch keeps what it knows of a group by its name, also when the
+    group is gone and another one has the name.
+    """
+    symm_mem = _module(memory.device)
+    implementation: Any = vars(symm_mem)["_SymmetricMemory"]
+    c10d: Any = vars(dist.distributed_c10d)
+    store: Any = vars(dist)["PrefixStore"](name, c10d["_get_process_group_store"](group.process_group))
+    c10d["_register_process_group"](name, group.process_group)  # torch 2.11 looks for the group, too
+    implementation.set_group_info(name, group.rank, group.world, store)
+    handle: Any = implementation.rendezvous(memory, name)
+    bases = [int(base) for base in handle.buffer_ptrs]
+    unreachable = [rank for rank, base in enumerate(bases) if base == 0]
+    if unreachable:
+        raise BackendError(f"memory of ranks {unreachable} cannot be mapped into rank {group.rank}.")
+    offset = memory.data_ptr() - bases[group.rank]
+    if offset != 0:
+        raise BackendError(
+            f"symmetric memory of group {group.name!r} begins {offset} bytes behind what was mapped; this version of "
+            "torch is not known to tpkernels."
+        )
+    return Mapping(tuple(bases), handle)
+
+
+def backend_name() -> str:
+    """Backend of symmetric memory that TPK_SYMMETRIC_BACKEND asks for."""
+    name = os.environ.get("TPK_SYMMETRIC_BACKEND") or "CUDA"
+    if name not in BACKENDS:
+        raise ArgumentError(f"TPK_SYMMETRIC_BACKEND: expected one of {', '.join(BACKENDS)}, got {name!r}.")
+    return name
+
+
+def _module(device: torch.device) -> Any:
+    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"  # read at the first allocation
+    import torch.distributed._symmetric_memory as symm_mem
+
+    _select(symm_mem, backend_name(), device)
+    return symm_mem
+
+
+def _select(symm_mem: Any, wanted: str, device: torch.device) -> None:
+    """Make ``wanted`` the backend of all symmetric memory of this process; torch has one."""
+    current = getattr(symm_mem, "get_backend", lambda _: "CUDA")(device)
+    if current == wanted:
+        return
+    if wanted == "NVSHMEM" and not getattr(symm_mem, "is_nvshmem_available", lambda: False)():
+        raise BackendError(
+            f"TPK_SYMMETRIC_BACKEND: 'NVSHMEM' was asked for, but torch {torch.__version__} has it not or does not "
+            "find its library; leave the variable unset."
+        )
+    try:
+        symm_mem.set_backend(wanted)
+    except (AttributeError, RuntimeError) as error:
+        raise BackendError(
+            f"TPK_SYMMETRIC_BACKEND: {wanted!r} is wanted, but symmetric memory of this process uses {current!r} "
+            f"({str(error).splitlines()[0]}); choose before the first use."
+        ) from error
