@@ -45,8 +45,10 @@ def _table(groups: Sequence[Group], same_machine: Sequence[Group]) -> Table:
     columns += [Column(f"{v}, us", ours=True) for v in ours]
     columns += [Column(f"× {baseline}", ours=True), Column("× best peer", ours=True)]
     columns += [Column("exposed, us", ours=True), Column("hidden", ours=True)]
+    mine = sorted({g.ours.variant for g in groups if g.ours is not None})
+    named = "ours (auto)" if mine in ([], ["ours"]) else ", ".join(mine)
     caption = (
-        f"×: time of {baseline}, or of the fastest peer, / time of ours (auto). Exposed: t_fused - t_gemm; "
+        f"×: time of {baseline}, or of the fastest peer, / time of {named}. Exposed: t_fused - t_gemm; "
         f"hidden: 1 - exposed / t_comm. {describe_noise(noise)}{describe_never_run(absent)}"
     )
     title = f"{OP_TITLES.get(first.first.op, first.first.op)}, {ranks(first.world)}, {first.dtype}"
