@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from fused_checks import FUSED, Call, Case, gather_call, rows_of_ranks, scatter_call
+from fused_checks import FUSED, Call, Case, gather_call, new_group, rows_of_ranks, scatter_call
 from op_behaviour import expect
 
 import tpkernels as tpk
@@ -126,7 +126,7 @@ def check_two_groups(ctx: Any, path: str, rounds: int, seed: int) -> None:
     mine = []
     for line, direction in enumerate(grid):
         for ranks in direction:
-            group = dist.new_group(ranks)  # by every rank of the pool, in one order
+            group = new_group(ctx, ranks)  # by every rank of the pool, in one order
             if ctx.rank in ranks:
                 place = {"rank": ranks.index(ctx.rank), "world": len(ranks)}
                 here = replace(ctx, group=group, group_name=group.group_name, **place)
@@ -150,7 +150,7 @@ def check_groups_come_and_go(ctx: Any, path: str, times: int, seed: int) -> None
     generator = torch.Generator(ctx.device).manual_seed(seed)
 
     def once(late: float) -> None:
-        group = dist.new_group(list(range(ctx.world)), backend="gloo")  # what NCCL keeps is not ours
+        group = new_group(ctx, list(range(ctx.world)), backend="gloo")  # what NCCL keeps is not ours
         here = replace(ctx, group=group, group_name=group.group_name)
         if ctx.rank == ctx.world - 1:
             time.sleep(late)
@@ -189,7 +189,7 @@ def check_beside_collectives(ctx: Any, path: str, rounds: int, seed: int) -> Non
     """Another communicator is at work on the same devices, on a stream of its own: nobody waits for ever."""
     calls = mixed_calls(ctx, path, seed)
     firsts = first_results(calls)
-    other, side = dist.new_group(list(range(ctx.world))), torch.cuda.Stream()
+    other, side = new_group(ctx, list(range(ctx.world))), torch.cuda.Stream()
     data = torch.full((1 << 22,), float(ctx.rank))
     torch.cuda.synchronize()
     together, alone = random.Random(seed), random.Random(seed + 1 + ctx.rank)

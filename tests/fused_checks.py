@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from gemm_checks import Failures, activate, differences, embed, integers, randn
 from op_checks import own, pieces
 
@@ -250,6 +251,17 @@ def scatter_call(
 def _maker(dtype: torch.dtype, generator: torch.Generator, exact: bool) -> Callable[..., Tensor]:
     draw = integers if exact else randn
     return lambda *shape: draw(*shape, dtype=dtype, generator=generator)
+
+
+def new_group(ctx: Any, ranks: list[int], **options: Any) -> Any:
+    """A group of some of the pool's ranks; all of them call. torch names groups by a count of calls, which tests with
+    fewer ranks than the pool has leave uneven: ranks would look for each other under different names.
+    """
+    state: Any = vars(dist.distributed_c10d)["_world"]
+    counts = [0] * ctx.world
+    dist.all_gather_object(counts, state.group_count, group=ctx.group)
+    state.group_count = max(counts)
+    return dist.new_group(ranks, **options)
 
 
 def laid_out(values: Tensor, layout: str) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from fused_behaviour import delay, differs, first_results, mixed_calls, unchecked
-from fused_checks import FUSED
+from fused_checks import FUSED, new_group
 from gemm_checks import randn
 from op_behaviour import expect
 
@@ -93,7 +93,7 @@ def check_graphs(ctx: Any, path: str, replays: int, seed: int) -> None:
 
 def check_capture_needs_memory(ctx: Any, path: str, seed: int) -> None:
     """Neither the first use of a group nor growth may happen in a capture; afterwards everything still works."""
-    group = dist.new_group(list(range(ctx.world)))
+    group = new_group(ctx, list(range(ctx.world)))
     here = replace(ctx, group=group, group_name=group.group_name)
     beside = torch.zeros(8)
     for rows, k, n in (
@@ -114,7 +114,7 @@ def check_capture_needs_memory(ctx: Any, path: str, seed: int) -> None:
 
 def check_reserve(ctx: Any, path: str, seed: int) -> None:
     """With memory reserved the first call may be in a capture."""
-    group = dist.new_group(list(range(ctx.world)))
+    group = new_group(ctx, list(range(ctx.world)))
     _, step = _chain(replace(ctx, group=group, group_name=group.group_name), path, 200, 328, 72, seed)
     tpk.reserve(group, max_m=200 * ctx.world, k=328, n=328)
     captured = _captured(step)
