@@ -115,5 +115,8 @@ def test_backend_of_symmetric_memory(symm_mem, monkeypatch):
 def test_torch_has_what_the_adapter_uses():
     import torch.distributed._symmetric_memory as real
 
-    assert "empty_strided_p2p" in dir(real._SymmetricMemory) and "rendezvous" in dir(real)
-    assert "buffer_ptrs" in dir(real._SymmetricMemory) and conditions.MAX_RANKS == 16
+    for name in ("empty_strided_p2p", "set_group_info", "rendezvous", "buffer_ptrs"):
+        assert hasattr(real._SymmetricMemory, name), name
+    for name in ("_register_process_group", "_get_process_group_store"):
+        assert hasattr(torch.distributed.distributed_c10d, name), name
+    assert conditions.MAX_RANKS == 16
