@@ -1,6 +1,6 @@
 // How ranks of one host hand rows to each other: the words of a page, and the order in which they are read
-// and written. One page and one buffer a rank, group and direction ("gather" or "scatter"), in memory that
-// every rank of the group can write.
+// and written. One page and one buffer a rank, group and kind of call ("gather", "scatter", or "sum": a
+// scatter whose sums then go to all), in memory that every rank of the group can write.
 //
 // One call, in this order, on every rank:
 //   enter   waits until every peer has consumed what the last call brought to it, then begins an epoch
@@ -46,7 +46,8 @@ struct Page {
 
   TPK_HD static Page at(uint64_t address) { return {reinterpret_cast<uint32_t*>(address)}; }
 
-  // Gather: chunk i is here. Scatter: the rows from rank i are. The sender's epoch, written behind the data.
+  // Gather: chunk i is here. Scatter, sum: the rows from rank i are; sum, kMaxRanks + i: the sums of rank i
+  // are. The sender's epoch, written behind the data.
   TPK_HD uint32_t* arrived(int i) const { return words + kArrived + i; }
   // Written by `peer`, to me: it has read what epoch *consumed(peer) brought to ITS buffer, so that I may
   // write there.

@@ -10,19 +10,9 @@
 
 namespace {
 
+using namespace tpk::ops;
 using tpk::GemmCall;
 using tpk::GemmHooks;
-using tpk::ops::check_matrix;
-using tpk::ops::CopyEngine;
-using tpk::ops::DeviceGuard;
-using tpk::ops::Group;
-using tpk::ops::group_of;
-using tpk::ops::launch_sync;
-using tpk::ops::matrix_of;
-using tpk::ops::round_up;
-using tpk::ops::Rows;
-using tpk::ops::set_plan;
-using tpk::ops::Tensor;
 
 constexpr const char* kGather = "tpkernels::fused_all_gather_matmul";
 

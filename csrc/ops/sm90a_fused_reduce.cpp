@@ -9,19 +9,9 @@
 
 namespace {
 
+using namespace tpk::ops;
 using tpk::GemmCall;
 using tpk::GemmHooks;
-using tpk::ops::check_matrix;
-using tpk::ops::CopyEngine;
-using tpk::ops::DeviceGuard;
-using tpk::ops::Group;
-using tpk::ops::group_of;
-using tpk::ops::launch_sync;
-using tpk::ops::matrix_of;
-using tpk::ops::round_up;
-using tpk::ops::Rows;
-using tpk::ops::set_plan;
-using tpk::ops::Tensor;
 
 constexpr const char* kAllReduce = "tpkernels::fused_matmul_all_reduce";
 constexpr const char* kReduce = "tpkernels::fused_matmul_reduce_scatter";
