@@ -25,6 +25,7 @@ Measures tpkernels and every other implementation side by side.
   report    tables and an HTML page from result files      (report --help)
   compare   two result files, case by case                 (compare --help)
   fit       constants of the Hopper cost model from rows   (fit --help)
+  fit-paths constants of path choice from rows             (fit-paths --help)
   list      the suites, or the cases and variants of one: list gemm
 """
 _EXAMPLES = """\
@@ -90,6 +91,11 @@ def _dispatch(arguments: list[str]) -> int:
 
         given = _fit_parser().parse_args(arguments[1:])
         return fit.run(given.files, folds=not given.no_folds, stdout=sys.stdout)
+    if command == "fit-paths":
+        from . import fit_paths
+
+        given = _fit_paths_parser().parse_args(arguments[1:])
+        return fit_paths.run(given.files, quick=given.quick, write=given.write, stdout=sys.stdout)
     from . import start
 
     if command == "list":
@@ -125,7 +131,7 @@ def _suites(text: str) -> tuple[str, ...]:
 
     names = tuple(suites.SUITES) if text == "all" else _names(text)
     for name in names or ("",):
-        check_known("suite", name, [*suites.names(), "all", "report", "compare", "fit", "list"])
+        check_known("suite", name, [*suites.names(), "all", "report", "compare", "fit", "fit-paths", "list"])
     return names
 
 
@@ -286,4 +292,20 @@ def _fit_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--no-folds", action="store_true", help="no cross-validation, which takes four more fits"
     )
+    return parser
+
+
+def _fit_paths_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="bench fit-paths",
+        description="Constants by which path 'auto' chooses, from rows of suite overlap.",
+    )
+    parser.add_argument("files", metavar="FILE", nargs="+", type=Path)
+    parser.add_argument(
+        "--quick",
+        metavar="BYTES",
+        type=int,
+        help="sums of up to so many bytes were reduced by the kernel of low latency (default: as in the table)",
+    )
+    parser.add_argument("--write", action="store_true", help="into tpkernels/comm/machines.py")
     return parser

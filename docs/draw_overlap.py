@@ -63,8 +63,9 @@ def draw_page(theme: str, path: Path) -> None:
         "kArrived": ("arrived(i)", "peers'\ncopy streams", "peer"),
         "kConsumed": ("consumed(p)", "peers'\nleave kernels", "peer"),
         "kEpoch": ("epoch()", "my enter kernel", "enter"),
-        "kBells": ("bell(r)", "1: my product\n0: my copy stream", "product"),
-        "kCounters": ("counter(r)", "my product", "product"),
+        "kBells": ("bell(c)", "1: my product\n0: my copy stream", "product"),
+        "kCounters": ("counter(c)", "my product", "product"),
+        "kSums": ("sums(c)", "peers'\ncopy streams", "peer"),
     }
     cells: list[tuple[str, str, str, str, float]] = []
     at = 0

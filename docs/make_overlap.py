@@ -46,20 +46,23 @@ class Word(NamedTuple):
 
 WORDS = (
     Word("kArrived", "arrived(i)", "kMaxChunks", "the sender's copy stream, from its GPU",
-         "behind the rows of chunk i (gather), behind the rows from rank i (scatter), behind the sums of rank i - 16 "
-         "(all-reduce, words 16 to 31)",
+         "behind the rows of chunk i (gather); behind chunk c of my rows, from rank s, where I have P chunks and "
+         "i = s * P + c (scatter)",
          "a copy of 4 bytes, of the sender's epoch, after the copy of the rows on the same stream",
-         "`ld.acquire.sys`: the loading thread (gather), the warps that store own tiles (scatter), the wait kernel"),
+         "`ld.acquire.sys`: the product's loading thread"),
     Word("kConsumed", "consumed(p)", "kMaxRanks", "the leave kernel of rank p, from its GPU",
          "at the end of its call", "`st.release.sys`", "`ld.acquire.sys`: thread p of my enter kernel"),
     Word("kEpoch", "epoch()", "1", "my enter kernel", "when all peers have consumed", "`st.release.sys`",
          "what comes behind on my streams: the product, the copies of the flag, leave"),
-    Word("kBells", "bell(r)", "kMaxRanks", "1: my product, 0: my copy stream",
-         "1: all rows of rank r are in the send buffer; 0: taken", "`st.release.sys`; `cuStreamWriteValue32`",
+    Word("kBells", "bell(c)", "kMaxChunks", "1: my product, 0: my copy stream",
+         "1: all rows of chunk c are in the send buffer; 0: taken", "`st.release.sys`; `cuStreamWriteValue32`",
          "`cuStreamWaitValue32` (== 1) on my copy stream"),
-    Word("kCounters", "counter(r)", "kMaxRanks", "my product, every warp that has stored a part of a tile",
-         "how much of the rows of rank r is stored; who completes it sets 0 and rings the bell",
-         "`__threadfence_system` of every lane, then `atom.acq_rel.gpu`; the 0 is a plain store", "the same warps"),
+    Word("kCounters", "counter(c)", "kMaxChunks", "my product, a thread of each CTA",
+         "how much of the rows of chunk c is stored; who completes it sets 0 and rings the bell",
+         "`__threadfence_system`, then `atom.acq_rel.gpu`; the 0 is a plain store", "the same threads"),
+    Word("kSums", "sums(c)", "kMaxChunks", "the owner's copy stream, from its GPU",
+         "behind the sums of chunk c (all-reduce)", "as `arrived`",
+         "`ld.acquire.sys`: a thread of each CTA of the collect kernel"),
 )  # fmt: skip
 
 
@@ -119,7 +122,8 @@ def chunks_text() -> str:
     return (
         f"A shard travels in chunks, numbered shard after shard: multiples of {pushes['kChunkRows']} rows (but the "
         f"last of a shard), of at least {pushes['kLeastChunkBytes'] >> 20} MiB unless the\nwhole shard is less, at "
-        f"most {c['kMaxChunks']} of all ranks together; a group has at most {c['kMaxRanks']} ranks."
+        f"most {c['kMaxChunks']} of all ranks together; a group has at most {c['kMaxRanks']} ranks. What departs: at "
+        f"most {pushes['kMost']} of a rank."
     )
 
 

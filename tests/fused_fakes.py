@@ -7,6 +7,7 @@ ranks of a pool: ``ranks.run(on_fakes, fused_checks.check_gather, "fused", ...)`
 from __future__ import annotations
 
 import os
+import time
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from gemm_checks import activate
 from op_checks import on_device
 
-from tpkernels.comm import conditions, ranks, runtime, symmetric, workspace
+from tpkernels.comm import auto, conditions, ranks, runtime, small, symmetric, workspace
 from tpkernels.ops import _collectives
 
 Tensor = torch.Tensor
@@ -24,6 +25,9 @@ class FakeRuntime(runtime.Runtime):
     """``log``: what was done, in order. ``capture``, ``sentence``, ``missing`` and ``fail`` are set by tests."""
 
     device_types = ("cpu",)
+    compared_with: tuple[str, ...] = ()  # "gloo": then path "auto" chooses
+    name = "NVIDIA H200"  # of the card
+    only = True  # whether the job has no other ranks
 
     def __init__(self, rank: int = 0) -> None:
         self.rank = rank
@@ -37,6 +41,18 @@ class FakeRuntime(runtime.Runtime):
 
     def facts(self, device):
         return conditions.RankFacts("here", f"GPU {self.rank}", {}, self.missing)
+
+    def card(self, device):
+        return self.name
+
+    def alone(self, group):
+        return self.only
+
+    def elapsed_us(self, call, calls):
+        begin = time.perf_counter()
+        for _ in range(calls):
+            call()
+        return (time.perf_counter() - begin) / calls * 1e6
 
     def on(self, device):
         return nullcontext()
@@ -156,6 +172,26 @@ class FakeRuntime(runtime.Runtime):
         group, _ = self.mapped[tuple(addresses)]
         out.copy_(_collectives.all_gather(own, 0, shard_rows, group))
 
+    def reduce_small(self, partial, bias, residual, out, way, rank, addresses, buffer_bytes, timeout_s):
+        """As the kernel: partials as they are, in rank order, in float32."""
+        self.log.append(f"small {way}")
+        group, memory = self.mapped[tuple(addresses)]
+        assert (rank, len(addresses)) == (group.rank, group.world) and addresses[rank] == memory.data_ptr()
+        assert buffer_bytes == memory.numel() and timeout_s > 0 and way in small.WAYS
+        assert partial.dim() == 2 and partial.numel() > 0
+        for each in (partial, out, residual):
+            assert each is None or (each.is_contiguous() and each.dtype == partial.dtype)
+            assert each is None or each.shape == partial.shape
+        assert out.data_ptr() != partial.data_ptr()
+        sent = _collectives.all_gather(partial, 0, [partial.shape[0]] * group.world, group)
+        total, *others = sent.float().chunk(group.world)
+        for other in others:
+            total = total + other
+        for term in (bias, residual):
+            if term is not None:
+                total = total + term.float()
+        out.copy_(total)
+
     def _sum(
         self, a, b, bias, residual, out, send, shard_rows, rank, addresses, timeout_s,
         schedule, tile, multiprocessors,
@@ -189,6 +225,8 @@ def forget() -> None:
     """No group has memory, none has compared its ranks."""
     workspace._spaces.clear()
     ranks._missing.clear()
+    auto._states.clear()
+    auto._calibrated.clear()
 
 
 def on_fakes(ctx: Any, check: Any, *args: Any) -> FakeRuntime:
@@ -202,4 +240,5 @@ def on_fakes(ctx: Any, check: Any, *args: Any) -> FakeRuntime:
         runtime.active = real
         forget()
         os.environ.pop("TPK_PATH", None)
-    assert {"gather", "scatter", "all_reduce"} & set(fake.log), "no call came to the ops"
+    ops = {"gather", "scatter", "all_reduce", "small"}
+    assert ops & {line.partition(" ")[0] for line in fake.log}, "no call came to the ops"

@@ -11,6 +11,8 @@ Operations are documented in :mod:`tpkernels.ops.api`, layers in :mod:`tpkernels
 from tpkernels import errors
 from tpkernels._extensions import status
 from tpkernels._version import __version__
+from tpkernels.comm.calibrate import calibrate
+from tpkernels.comm.choice import Machine
 from tpkernels.comm.faults import synchronize
 from tpkernels.comm.reserve import reserve
 from tpkernels.ops import regions
@@ -27,10 +29,12 @@ from tpkernels.ops.explain import Explanation, explain
 
 __all__ = [
     "Explanation",
+    "Machine",
     "PathLog",
     "PathRecord",
     "__version__",
     "all_gather_matmul",
+    "calibrate",
     "errors",
     "explain",
     "last_path",

@@ -150,7 +150,8 @@ inline Call make_call(const Options& o, int index) {
     const auto rows = static_cast<int64_t>(random() % kMostShardRows) + 1;
     call.rows.push_back(o.equal_shards ? 600 : empty ? 0 : rows);
   }
-  call.chunks = cut_chunks(call.rows, 4, 1);
+  // A sender has a word for each chunk of an owner.
+  call.chunks = cut_chunks(call.rows, 4, 1, scatter ? max64(1, kMaxChunks / o.world) : kMaxChunks);
   return call;
 }
 

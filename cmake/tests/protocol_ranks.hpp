@@ -138,17 +138,20 @@ class Rank {
       std::memcpy(to + rows / 2, from + rows / 2, (rows - rows / 2) * 4);
     }
     void copy(int peer, int chunk) {
-      const int begin = r.call_.chunks.begin(chunk);
-      move(peer, chunk, r.buffer(peer) + begin, r.own_.data() + (begin - r.call_.begin(r.rank_)),
-           r.call_.chunks.rows(chunk));
+      const ChunkList& chunks = r.call_.chunks;
+      const int begin = chunks.begin(chunk);
+      if (r.call_.kind == Kind::kGather) {
+        move(peer, chunk, r.buffer(peer) + begin, r.own_.data() + (begin - r.call_.begin(r.rank_)),
+             chunks.rows(chunk));
+      } else {
+        const int in_shard = begin - r.call_.begin(peer);
+        move(peer, arrived_index(chunks, peer, r.rank_, chunk), r.slot(peer, r.rank_) + in_shard,
+             r.send_.data() + peer * kMostShardRows + in_shard, chunks.rows(chunk));
+      }
     }
-    void copy(int owner) {
-      move(owner, r.rank_, r.slot(owner, r.rank_), r.send_.data() + owner * kMostShardRows,
-           r.call_.rows[owner]);
-    }
-    bool take_bell(int owner) {
+    bool take_bell(int chunk) {
       if (r.mutated(Mutation::kSendBeforeBell)) return true;
-      return protocol::take_bell(r.memory_, r.page(r.rank_), owner, r.rank_, &missed);
+      return protocol::take_bell(r.memory_, r.page(r.rank_), chunk, r.rank_, &missed);
     }
     void raise(int peer, int index) {
       raise_arrived(r.memory_, r.page(r.rank_), r.page(peer), index);
@@ -163,7 +166,7 @@ class Rank {
       if (ends_) return;
       if (call_.kind == Kind::kGather) {
         push_gather(engine, call_.chunks, rank_, o_.world);
-      } else if (!push_scatter(engine, call_.rows, rank_)) {
+      } else if (!push_scatter(engine, call_.chunks, rank_, o_.world)) {
         fail("engine", engine.missed);
       }
       joined_.arrive_and_wait();
@@ -224,15 +227,35 @@ class Rank {
       send_[tile.owner * kMostShardRows + row] = value_of(index_, rank_, row);
     }
     pause(random);
-    count_and_ring(memory_, page(rank_), tile.owner, static_cast<uint32_t>(tile.end - tile.begin),
-                   static_cast<uint32_t>(call_.rows[tile.owner]));
+    for_chunks(tile, [&](int c, int64_t rows) {
+      count_and_ring(memory_, page(rank_), c, static_cast<uint32_t>(rows),
+                     static_cast<uint32_t>(call_.chunks.rows(c)));
+      return true;
+    });
+    return true;
+  }
+
+  // Calls f(chunk, rows) for every chunk that a scatter's tile has rows of, while it returns true.
+  template <class F>
+  bool for_chunks(const Tile& tile, const F& f) const {
+    const ChunkList& chunks = call_.chunks;
+    const int64_t first = call_.begin(tile.owner);
+    for (int c = chunks.first[tile.owner]; c < chunks.first[tile.owner + 1]; ++c) {
+      const int64_t begin = max64(tile.begin, chunks.begin(c) - first);
+      const int64_t end = min64(tile.end, chunks.row_end[c] - first);
+      if (begin < end && !f(c, end - begin)) return false;
+    }
     return true;
   }
 
   // In the order of ranks, which matters: 31 * (31 * a + b) + c.
   bool reduced(const Tile& tile, uint32_t epoch, Random& random, Missed* missed) {
     for (int sender = 0; sender < o_.world; ++sender) {
-      if (sender != rank_ && !arrived(sender, sender, epoch, missed)) return false;
+      const bool there =
+          sender == rank_ || for_chunks(tile, [&](int c, int64_t) {
+            return arrived(arrived_index(call_.chunks, rank_, sender, c), sender, epoch, missed);
+          });
+      if (!there) return false;
     }
     pause(random);
     for (int64_t row = tile.begin; row < tile.end; ++row) {

@@ -41,8 +41,11 @@ TileRows rows_of(const RowBlocks& blocks, int64_t tile_row, int64_t bm) {
   return r;
 }
 
-void check_departure(const std::vector<int32_t>& rows, int32_t rank, int64_t n, int64_t multiprocessors) {
-  const Ranks ranks = ranks_with(rows, rank, Direction::kDeparture);
+// together: rows that leave as one, see DepartureHook.
+void check_departure(const std::vector<int32_t>& rows, int32_t rank, int64_t n, int64_t multiprocessors,
+                     int32_t together) {
+  Ranks ranks = ranks_with(rows, rank, Direction::kDeparture);
+  ranks.together = together;
   const auto world = static_cast<int32_t>(rows.size());
   const int64_t m = ranks.rows.row_end[world - 1];
   std::string context =
@@ -65,6 +68,10 @@ void check_departure(const std::vector<int32_t>& rows, int32_t rank, int64_t n, 
                     residency.clusters[static_cast<int>(plan.tile)][cluster_index(plan.cluster)],
                 here);
       const TileOrder& order = plan.plan.order;
+      // What leaves together is not begun before what leaves before it is done, as far as tiles allow.
+      const int64_t bm = plan.plan.tile.bm;
+      TPK_CHECK(together == 0 || order.group_m * bm <= max64(bm, together), here);
+      TPK_CHECK(order.group_m <= 8, here);
       std::vector<int> covered(static_cast<size_t>(m), 0);
       int32_t last = -1;
       for (int64_t i = 0; i < order.size(); ++i) {
@@ -116,6 +123,9 @@ void check_keys() {
   TPK_CHECK(one != key({10, 20}, 1, Direction::kArrival), one);
   TPK_CHECK(one != key({10, 20}, 0, Direction::kDeparture), one);
   TPK_CHECK(one != key({11, 19}, 0, Direction::kArrival), one);
+  Ranks parts = ranks_with({10, 20}, 0, Direction::kArrival);
+  parts.together = 256;
+  TPK_CHECK(one != parts.key(), one);
 }
 
 }  // namespace
@@ -127,9 +137,10 @@ int main() {
     for (int32_t& r : rows) r = random() % 5 == 0 ? 0 : static_cast<int32_t>(random() % 1500);
     rows[random() % rows.size()] += 1;
     const auto rank = static_cast<int32_t>(random() % rows.size());
-    check_departure(rows, rank, 1 + static_cast<int64_t>(random() % 4000), i % 3 == 0 ? 33 : 132);
+    check_departure(rows, rank, 1 + static_cast<int64_t>(random() % 4000), i % 3 == 0 ? 33 : 132,
+                    static_cast<int32_t>(random() % 5) * 256);
   }
-  check_departure({1024, 1024, 1024, 1024, 1024, 1024, 1024, 1024}, 3, 8192, 132);
+  check_departure({1024, 1024, 1024, 1024, 1024, 1024, 1024, 1024}, 3, 8192, 132, 512);
   check_refused();
   check_keys();
   return tpk::test::result("sm90a departures", cases);

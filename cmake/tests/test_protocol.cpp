@@ -63,8 +63,8 @@ void check_run(int world, int ctas, Kinds kinds, uint32_t first_epoch, int calls
       TPK_CHECK(*page.epoch() == epoch, what);
       for (int p = 0; p < world; ++p) {
         TPK_CHECK(*page.consumed(p) == (p == r ? first_epoch : epoch), what);
-        TPK_CHECK(*page.bell(p) == 0 && *page.counter(p) == 0, what);
       }
+      for (int c = 0; c < kMaxChunks; ++c) TPK_CHECK(*page.bell(c) == 0 && *page.counter(c) == 0, what);
     }
   }
 }
@@ -85,7 +85,6 @@ void check_stop(Stop stop, Kinds kinds, int world, int stopped) {
   Group group(o);
   run(group);
   ++cases;
-  const bool gather = kinds == Kinds::kGather;
   const bool leaves_last = stop == Stop::kBeforeLeave;
   const uint32_t before = o.first_epoch + 3;  // the last whole epoch
   const std::string what = "stop " + std::to_string(static_cast<int>(stop)) + ", kinds " +
@@ -105,7 +104,7 @@ void check_stop(Stop stop, Kinds kinds, int world, int stopped) {
       TPK_CHECK(m.expected == before + 1 && m.seen == before, at);
     } else {
       TPK_CHECK(f.call == 3 && m.word == Word::kArrived, at);
-      TPK_CHECK((gather ? m.index / 2 : m.index) == stopped, at);  // chunk, or sender
+      TPK_CHECK(m.index / 2 == stopped, at);  // two chunks a shard
       TPK_CHECK(m.expected == before + 1 && m.seen == before, at);
     }
   }
@@ -219,6 +218,26 @@ void check_all_chunks() {
   TPK_CHECK(cut_chunks(std::vector<int64_t>(8, 1024), 2048).count == 8, "2 MiB a shard");
   TPK_CHECK(cut_chunks(std::vector<int64_t>(16, 1 << 20), 16384).count == 64, "16 large shards");
   TPK_CHECK(cut_chunks(std::vector<int64_t>(3, 0), 16384).count == 0, "no rows");
+
+  // What departs: every sender has a word of its own for every chunk of an owner.
+  for (int world = 1; world <= kMaxRanks; ++world) {
+    for (const int64_t rows : {1, 700, 5000, 1 << 22}) {
+      std::vector<int64_t> shards(world, rows);
+      shards[world / 2] = 0;
+      shards[0] = 3 * rows;
+      const ChunkList out = cut_departing(shards, 16384);
+      for (int owner = 0; owner < world; ++owner) {
+        std::set<int32_t> used;
+        for (int sender = 0; sender < world; ++sender) {
+          for (int32_t c = out.first[owner]; c < out.first[owner + 1]; ++c) {
+            const int32_t index = arrived_index(out, owner, sender, c);
+            TPK_CHECK(index >= 0 && index < kMaxChunks && used.insert(index).second, "departing");
+          }
+        }
+      }
+      TPK_CHECK(rows < 5000 || out.of_rank(0) == 4, "departing in four");
+    }
+  }
 
   TPK_CHECK(refusal({}).find("1 to 16 ranks, but it names 0") != std::string::npos, refusal({}));
   TPK_CHECK(refusal(std::vector<int64_t>(17, 1)).find("names 17") != std::string::npos, "17 ranks");

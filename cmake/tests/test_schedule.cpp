@@ -86,8 +86,11 @@ int main() {
               o.comm_workers = comm;
               o.comm_iters = 5;
               o.shard_tiles = {tiles / 3, 0, tiles - tiles / 3};
-              check_schedule(static_cast<ScheduleKind>(k), tiles, k_iters, o);
-              ++cases;
+              for (const bool aligned : {false, true}) {
+                o.aligned = aligned;
+                check_schedule(static_cast<ScheduleKind>(k), tiles, k_iters, o);
+                ++cases;
+              }
             }
           }
         }

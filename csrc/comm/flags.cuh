@@ -130,27 +130,34 @@ __device__ __forceinline__ u64 now_ns() {
   return t;
 }
 
-// Waits until the flag's epoch is expected or later, for at most timeout_ns. One thread calls it.
-// True: reached, with the ordering of load_acquire for the value that was read; to pass that on to other
-// threads of the CTA, follow with a barrier. False: time is up, nothing is ordered, the data must not be
-// used; *seen (if given) holds the last value read. The caller reports: this function never traps.
-template <Scope kScope>
-__device__ __forceinline__ bool wait_epoch(const u32* flag, u32 expected, u64 timeout_ns,
-                                           u32* seen = nullptr) {
+// Waits until reached(the flag's value), for at most timeout_ns. One thread calls it. True: reached, with the
+// ordering of load_acquire for the value that was read; to pass that on to other threads of the CTA, follow
+// with a barrier. False: time is up, nothing is ordered, the data must not be used; *seen (if given) holds
+// the last value read. The caller reports: this function never traps.
+template <Scope kScope, class Reached>
+__device__ __forceinline__ bool wait_word(const u32* flag, Reached reached, u64 timeout_ns,
+                                          u32* seen = nullptr) {
   u32 v = load_acquire<kScope>(flag);
-  bool reached = epoch_reached(v, expected);
-  if (!reached) {
+  bool there = reached(v);
+  if (!there) {
     Patience patience(timeout_ns, now_ns());
     bool late;
     do {
       __nanosleep(20);
       late = patience.ends(now_ns());  // then one more look: this CTA may have been off the multiprocessor
       v = load_acquire<kScope>(flag);
-      reached = epoch_reached(v, expected);
-    } while (!reached && !late);
+      there = reached(v);
+    } while (!there && !late);
   }
   if (seen != nullptr) *seen = v;
-  return reached;
+  return there;
+}
+
+// wait_word until the flag's epoch is expected or later.
+template <Scope kScope>
+__device__ __forceinline__ bool wait_epoch(const u32* flag, u32 expected, u64 timeout_ns,
+                                           u32* seen = nullptr) {
+  return wait_word<kScope>(flag, [expected](u32 v) { return epoch_reached(v, expected); }, timeout_ns, seen);
 }
 
 // Waits (bounded, as wait_epoch, GPU scope) until all of `bits` are set in the word; *seen: the last value
@@ -171,7 +178,7 @@ __device__ __forceinline__ bool wait_bits(const u64* word, u64 bits, u64 timeout
   return false;
 }
 
-// The memory of host/protocol.hpp on a device.
+// The memory of host/protocol.hpp and host/all_reduce.hpp on a device.
 struct DeviceMemory {
   u64 timeout_ns;
 
@@ -183,7 +190,11 @@ struct DeviceMemory {
   __device__ __forceinline__ void store_release(u32* word, u32 v) const {
     comm::store_release<kScope>(word, v);
   }
+  __device__ __forceinline__ void store_relaxed(u32* word, u32 v) const {
+    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(word), "r"(v) : "memory");
+  }
   __device__ __forceinline__ u32 add_acq_rel(u32* word, u32 v) const { return comm::add_acq_rel(word, v); }
+  __device__ __forceinline__ u32 take_ticket(u32* counter) const { return comm::take_ticket(counter); }
   template <Scope kScope>
   __device__ __forceinline__ bool wait_epoch(const u32* flag, u32 expected, u32* seen) const {
     return comm::wait_epoch<kScope>(flag, expected, timeout_ns, seen);

@@ -31,7 +31,7 @@ namespace tpk::protocol {
 using comm::Scope;
 
 constexpr int kMaxRanks = 16;
-constexpr int kMaxChunks = 64;  // that arrive in one call, from all ranks together
+constexpr int kMaxChunks = 64;  // that arrive, or leave, in one call, of all ranks together
 
 // Where a rank's allocation begins: words of 32 bits, then the buffer. All words are zero at first.
 struct Page {
@@ -39,32 +39,34 @@ struct Page {
   static constexpr int kArrived = 0;    // [kMaxChunks]
   static constexpr int kConsumed = 64;  // [kMaxRanks]
   static constexpr int kEpoch = 128;
-  static constexpr int kBells = 192;     // [kMaxRanks]
-  static constexpr int kCounters = 256;  // [kMaxRanks]
+  static constexpr int kBells = 192;     // [kMaxChunks]
+  static constexpr int kCounters = 256;  // [kMaxChunks]
+  static constexpr int kSums = 320;      // [kMaxChunks]
 
   uint32_t* words = nullptr;
 
   TPK_HD static Page at(uint64_t address) { return {reinterpret_cast<uint32_t*>(address)}; }
 
-  // Gather: chunk i is here. Scatter, sum: the rows from rank i are; sum, kMaxRanks + i: the sums of rank i
-  // are. The sender's epoch, written behind the data.
+  // Gather: chunk i is here. Scatter, sum: a chunk of my rows is, from one rank; see arrived_index of
+  // host/pushes.hpp. The sender's epoch, written behind the data.
   TPK_HD uint32_t* arrived(int i) const { return words + kArrived + i; }
   // Written by `peer`, to me: it has read what epoch *consumed(peer) brought to ITS buffer, so that I may
   // write there.
   TPK_HD uint32_t* consumed(int peer) const { return words + kConsumed + peer; }
   // Calls so far, modulo 2^32. Written by the owner alone, in enter.
   TPK_HD uint32_t* epoch() const { return words + kEpoch; }
-  // Scatter: the rows of `owner` are ready to be sent. The owner's product sets it to 1, its copy stream to
-  // 0.
-  TPK_HD uint32_t* bell(int owner) const { return words + kBells + owner; }
-  // How much of them is. Zero between calls.
-  TPK_HD uint32_t* counter(int owner) const { return words + kCounters + owner; }
+  // Scatter: chunk c of the result is ready to be sent. My product sets it to 1, my copy stream to 0.
+  TPK_HD uint32_t* bell(int c) const { return words + kBells + c; }
+  // How much of it is. Zero between calls.
+  TPK_HD uint32_t* counter(int c) const { return words + kCounters + c; }
+  // Sum: the sums of chunk c of the result are here. The owner's epoch, written behind them.
+  TPK_HD uint32_t* sums(int c) const { return words + kSums + c; }
   TPK_HD void* buffer() const { return words + kBytes / sizeof(uint32_t); }
 };
-static_assert(Page::kCounters + kMaxRanks <= static_cast<int>(Page::kBytes / sizeof(uint32_t)),
+static_assert(Page::kSums + kMaxChunks <= static_cast<int>(Page::kBytes / sizeof(uint32_t)),
               "The words must end before the buffer.");
 
-enum class Word : uint32_t { kArrived, kConsumed, kBell };
+enum class Word : uint32_t { kArrived, kConsumed, kBell, kSums };
 
 // A wait that took too long. Functions that wait fill it before they return false.
 struct Missed {
@@ -127,31 +129,38 @@ TPK_HD void raise_arrived(const Memory& memory, const Page& mine, const Page& pe
   memory.template store_release<Scope::kSys>(peers.arrived(index), epoch_of(memory, mine));
 }
 
-// Waits until `sender` has written chunk `index` of a gather, or its rows of a scatter (index = sender).
+// Waits until `sender` has written what arrived(index) stands for.
 template <class Memory>
 TPK_HD bool wait_arrived(const Memory& memory, const Page& mine, int index, int sender, uint32_t epoch,
                          Missed* missed) {
   return detail::wait<Scope::kSys>(memory, mine.arrived(index), Word::kArrived, index, sender, epoch, missed);
 }
 
+// Waits until `owner` has written the sums of `chunk` to my buffer of results.
+template <class Memory>
+TPK_HD bool wait_sums(const Memory& memory, const Page& mine, int chunk, int owner, uint32_t epoch,
+                      Missed* missed) {
+  return detail::wait<Scope::kSys>(memory, mine.sums(chunk), Word::kSums, chunk, owner, epoch, missed);
+}
+
 // ---- Doorbells: from a product to the copy stream of its own rank.
 
-// Adds `more` to what is in memory of the rows of `owner`; who completes `target` rings the bell. Called by
-// one thread of those that wrote it, behind a barrier of theirs.
+// Adds `more` to what is in memory of `chunk`; who completes `target` rings the bell. Called by one thread of
+// those that wrote it, behind a barrier of theirs.
 template <class Memory>
-TPK_HD void count_and_ring(const Memory& memory, const Page& mine, int owner, uint32_t more,
+TPK_HD void count_and_ring(const Memory& memory, const Page& mine, int chunk, uint32_t more,
                            uint32_t target) {
-  if (memory.add_acq_rel(mine.counter(owner), more) + more != target) return;
-  *mine.counter(owner) = 0;  // nobody else comes before the next call
-  memory.template store_release<Scope::kSys>(mine.bell(owner), 1u);
+  if (memory.add_acq_rel(mine.counter(chunk), more) + more != target) return;
+  *mine.counter(chunk) = 0;  // nobody else comes before the next call
+  memory.template store_release<Scope::kSys>(mine.bell(chunk), 1u);
 }
 
 // What the copy stream does by a wait for the value 1 and a write of 0.
 template <class Memory>
-TPK_HD bool take_bell(const Memory& memory, const Page& mine, int owner, int rank, Missed* missed) {
-  if (!detail::wait<Scope::kSys>(memory, mine.bell(owner), Word::kBell, owner, rank, 1u, missed))
+TPK_HD bool take_bell(const Memory& memory, const Page& mine, int chunk, int rank, Missed* missed) {
+  if (!detail::wait<Scope::kSys>(memory, mine.bell(chunk), Word::kBell, chunk, rank, 1u, missed))
     return false;
-  memory.template store_release<Scope::kSys>(mine.bell(owner), 0u);
+  memory.template store_release<Scope::kSys>(mine.bell(chunk), 0u);
   return true;
 }
 

@@ -24,8 +24,9 @@ struct ChunkList {
   int32_t first[kMaxRanks + 1] = {};  // chunks of rank r: [first[r], first[r + 1]); none if it has no rows
   int32_t row_end[kMaxChunks] = {};   // rows of chunk c: [begin(c), row_end[c])
 
-  int32_t begin(int32_t chunk) const { return chunk == 0 ? 0 : row_end[chunk - 1]; }
-  int32_t rows(int32_t chunk) const { return row_end[chunk] - begin(chunk); }
+  TPK_HD int32_t begin(int32_t chunk) const { return chunk == 0 ? 0 : row_end[chunk - 1]; }
+  TPK_HD int32_t rows(int32_t chunk) const { return row_end[chunk] - begin(chunk); }
+  int32_t of_rank(int32_t r) const { return first[r + 1] - first[r]; }
 };
 
 constexpr int64_t kChunkRows = 256;  // chunks end where tiles do
@@ -34,10 +35,10 @@ constexpr int64_t kLeastChunkBytes = int64_t{8} << 20;
 
 // Cuts every shard into chunks of nearly equal size: multiples of kChunkRows rows except a shard's last one,
 // no less than least_bytes each unless the whole shard is less (the last one may lack less than kChunkRows
-// rows), and no more than kMaxChunks in all. Throws std::invalid_argument with a sentence where an argument
-// makes no sense.
+// rows), no more than most_of_rank of a shard, and no more than kMaxChunks in all. Throws
+// std::invalid_argument with a sentence where an argument makes no sense.
 inline ChunkList cut_chunks(std::span<const int64_t> shard_rows, int64_t row_bytes,
-                            int64_t least_bytes = kLeastChunkBytes) {
+                            int64_t least_bytes = kLeastChunkBytes, int64_t most_of_rank = kMaxChunks) {
   const auto world = static_cast<int64_t>(shard_rows.size());
   tpk::detail::require(world >= 1 && world <= kMaxRanks, [&] {
     return "shard_rows must name 1 to " + std::to_string(kMaxRanks) + " ranks, but it names " +
@@ -45,6 +46,7 @@ inline ChunkList cut_chunks(std::span<const int64_t> shard_rows, int64_t row_byt
   });
   tpk::detail::check_extent("row_bytes", row_bytes, 0);
   tpk::detail::check_extent("least_bytes", least_bytes, 1);
+  tpk::detail::check_extent("most_of_rank", most_of_rank, 1);
   constexpr int64_t kMostRows = std::numeric_limits<int32_t>::max();
   int64_t total = 0;
   for (int64_t r = 0; r < world; ++r) {
@@ -64,8 +66,13 @@ inline ChunkList cut_chunks(std::span<const int64_t> shard_rows, int64_t row_byt
   };
   const auto too_many = [&](int64_t blocks) {
     int64_t count = 0;
-    for (const int64_t rows : shard_rows) count += chunks_of(rows, blocks);
-    return count > kMaxChunks;
+    bool of_one = false;
+    for (const int64_t rows : shard_rows) {
+      const int64_t chunks = chunks_of(rows, blocks);
+      of_one = of_one || chunks > most_of_rank;
+      count += chunks;
+    }
+    return of_one || count > kMaxChunks;
   };
   const int64_t least_rows = row_bytes == 0 ? kMostRows : min64(kMostRows, ceil_div(least_bytes, row_bytes));
   int64_t blocks = ceil_div(least_rows, kChunkRows);
@@ -95,11 +102,24 @@ inline ChunkList cut_chunks(std::span<const int64_t> shard_rows, int64_t row_byt
   return list;
 }
 
+// A scatter's chunks: of the result, a row of which has row_bytes. So few of a shard that each sender has its
+// own word for every one. Smaller ones than a gather's, since nothing leaves before all of it is computed.
+constexpr int64_t kLeastDepartingBytes = int64_t{4} << 20;
+inline ChunkList cut_departing(std::span<const int64_t> shard_rows, int64_t row_bytes) {
+  constexpr int64_t kMost = 4;
+  const auto world = max64(1, static_cast<int64_t>(shard_rows.size()));
+  return cut_chunks(shard_rows, row_bytes, kLeastDepartingBytes, max64(1, min64(kMost, kMaxChunks / world)));
+}
+
+// Which of the owner's `arrived` words says that `chunk`, of the owner's rows, is there from `sender`.
+inline int32_t arrived_index(const ChunkList& list, int owner, int sender, int32_t chunk) {
+  return sender * list.of_rank(owner) + chunk - list.first[owner];
+}
+
 // The pushes of one call, in order. An Engine enqueues them on a stream (or does them):
-//   gather: copy(peer, chunk): rows of the chunk into the peer's buffer
-//   scatter: take_bell(owner) -> bool: from here on the rows of `owner` are there (false ends the call);
-//     copy(owner): those rows into the owner's slot
-//   both: raise(peer, index): behind all copies before it, my epoch into the peer's arrived[index]
+//   copy(peer, chunk): rows of the chunk into the peer's buffer (scatter: into my slot there)
+//   raise(peer, index): behind all copies before it, my epoch into the peer's arrived[index]
+//   scatter: take_bell(chunk) -> bool: from here on the rows of the chunk are there (false ends the call)
 template <class Engine>
 void push_gather(Engine& engine, const ChunkList& chunks, int rank, int world) {
   for (int step = 1; step < world; ++step) {
@@ -112,14 +132,14 @@ void push_gather(Engine& engine, const ChunkList& chunks, int rank, int world) {
 }
 
 template <class Engine>
-bool push_scatter(Engine& engine, std::span<const int64_t> shard_rows, int rank) {
-  const int world = static_cast<int>(shard_rows.size());
+bool push_scatter(Engine& engine, const ChunkList& chunks, int rank, int world) {
   for (int step = 1; step < world; ++step) {
     const int owner = scatter_peer(rank, step, world);
-    if (shard_rows[owner] == 0) continue;
-    if (!engine.take_bell(owner)) return false;
-    engine.copy(owner);
-    engine.raise(owner, rank);
+    for (int32_t c = chunks.first[owner]; c < chunks.first[owner + 1]; ++c) {
+      if (!engine.take_bell(c)) return false;
+      engine.copy(owner, c);
+      engine.raise(owner, arrived_index(chunks, owner, rank, c));
+    }
   }
   return true;
 }

@@ -64,12 +64,15 @@ inline ScheduleKind parse_schedule_kind(std::string_view text) {
 struct ScheduleOptions {
   int64_t workers = 1;
   int64_t min_iters = 4;  // a shorter run of iterations costs more in fix-up than it balances
-  int64_t splits = 1;  // split_k: pieces of a tile; hybrid_aligned: depths at which one is cut, 1: the best
+  int64_t splits = 1;     // split_k: pieces of a tile; aligned kinds: depths at which one is cut, 1: the best
   int64_t comm_workers = 0;  // tickets 0 ... comm_workers - 1 also communicate,
   int64_t comm_iters = 0;    // which costs each of them as much as this many iterations
   // Tiles of every shard in time order (own first for an arrival, own last for a departure). Empty: one
   // shard.
   std::vector<int64_t> shard_tiles = {};
+  // own_first, every_shard: remainders alone are cut, and at few depths, as hybrid_aligned does it. No
+  // handicaps.
+  bool aligned = false;
 };
 
 // Least share of a streamed piece. Snapping moves a cut by less than min_iters, so shares this long stay
@@ -326,6 +329,14 @@ inline Schedule make_schedule(ScheduleKind kind, int64_t tiles, int64_t k_iters,
       break;
     }
     case ScheduleKind::kOwnFirst: {
+      if (o.aligned) {
+        const int64_t head = b.aligned_tiles(shards[0]);
+        const int64_t tail = b.aligned_tiles(tiles - head);
+        b.aligned(head, o.splits);
+        b.waves(tiles - head - tail);
+        b.aligned(tail, o.splits);
+        break;
+      }
       b.expect_streamed(shards[0] > 0 && shards[0] < tiles ? 2 : 1);
       const int64_t head = b.remainder_tiles(shards[0]);
       if (shards[0] > 0) b.streamed(head);
@@ -338,6 +349,12 @@ inline Schedule make_schedule(ScheduleKind kind, int64_t tiles, int64_t k_iters,
       const std::vector<int64_t> groups = detail::group_shards(shards);
       b.expect_streamed(static_cast<int64_t>(groups.size()));
       for (const int64_t count : groups) {
+        if (o.aligned) {
+          const int64_t tail = b.aligned_tiles(count);
+          b.waves(count - tail);
+          b.aligned(tail, o.splits);
+          continue;
+        }
         const int64_t head = b.remainder_tiles(count);
         b.streamed(head);
         b.waves(count - head);

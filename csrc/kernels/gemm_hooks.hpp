@@ -37,18 +37,29 @@ struct ArrivalHook {
   int32_t slab_k = 0;  // a multiple of 64, or 0: all of K
   int32_t row_end[kMaxChunks] = {};
   RankRows ranks;
-  Matrix own;  // data null: none
+  Matrix own;           // data null: none
+  bool landed = false;  // a product before this one has seen every flag: planned as one without an arrival
 };
 
-// Departure: rows of the result that belong to other ranks go, rounded, to `others` [M, N], whose rows have
-// room for whole chunks of 16 bytes; the call's out, and residual, are the own rows alone, [own rows, N], and
-// only they are finished: the addends before the own rank, the own product, the other addends, bias,
-// residual. A tile has rows of one rank only. Tiles of rank + 1 come first, own tiles last, so that no wait
-// for an addend keeps another rank waiting. One batch.
+// Departure: rows of the result that belong to other ranks go, rounded, to `others` [M, N]; the call's out,
+// and residual, are the own rows alone, [own rows, N], and only they are finished: the sum over ranks in
+// their order, the own product in its place, then bias, then residual. What rank r computed of the own rows
+// lies, in out's dtype, at `slots` + r * slot_stride; its rows up to own_chunk_end[i] (from row_end of the
+// one before) are there when arrived[r * own_chunks + i] has reached *epoch. Rows of all of these have room
+// for whole units of 16 bytes, and begin at one; those of out and of the residual are as far apart as a
+// slot's. A tile has rows of one rank only. Tiles of rank + 1 come first, own tiles last, so that no wait for
+// a slot keeps another rank waiting. One batch.
 struct DepartureHook {
   RankRows ranks;  // world 0: everything stays
   Matrix others;
-  int32_t addends_before = 0;
+  const void* slots = nullptr;
+  int64_t slot_stride = 0;  // bytes
+  int64_t row_stride = 0;
+  const uint32_t* arrived = nullptr;
+  const uint32_t* epoch = nullptr;
+  int32_t own_chunks = 0;
+  int32_t own_chunk_end[kMaxChunks] = {};  // counted from the first own row
+  int32_t together = 0;  // rows that leave together, for the order of tiles; 0: all of a rank's
 };
 
 // Doorbell: when every tile that has rows of a chunk is in memory, bells[c] is set to 1 (release, system
@@ -58,7 +69,8 @@ struct DoorbellHook {
   uint32_t* counters = nullptr;  // null: nobody waits
   uint32_t* bells = nullptr;
   int32_t num_chunks = 0;
-  int32_t silent = -1;  // a chunk that nobody waits for: it has no bell
+  int32_t silent_begin = 0;  // chunks [silent_begin, silent_end) have no bell: nobody waits for them
+  int32_t silent_end = 0;
   int32_t row_end[kMaxChunks] = {};
   uint32_t target[kMaxChunks] = {};  // filled by the launcher
 };

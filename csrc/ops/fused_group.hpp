@@ -4,7 +4,6 @@
 #include <torch/csrc/stable/accelerator.h>
 
 #include <algorithm>
-#include <initializer_list>
 #include <string>
 #include <vector>
 
@@ -68,17 +67,16 @@ inline Group group_of(const char* op, const std::vector<int64_t>& shard_rows, in
   return g;
 }
 
-// One CTA; arguments behind SyncParams.
-inline void launch_sync(const char* op, const void* function, const Group& g,
-                        std::initializer_list<void*> more = {}) {
+// more: an argument behind SyncParams, or nothing.
+inline void launch_sync(const char* op, const void* function, const Group& g, void* more = nullptr,
+                        int ctas = 1, int threads = sm90a::kSyncThreads) {
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(1);
-  config.blockDim = dim3(sm90a::kSyncThreads);
+  config.gridDim = dim3(ctas);
+  config.blockDim = dim3(threads);
   config.stream = g.stream;
   SyncParams params = g.sync;
-  std::vector<void*> arguments{&params};
-  arguments.insert(arguments.end(), more);
-  const cudaError_t error = cudaLaunchKernelExC(&config, function, arguments.data());
+  void* arguments[] = {&params, more};
+  const cudaError_t error = cudaLaunchKernelExC(&config, function, arguments);
   if (error == cudaSuccess) return;
   (void)cudaGetLastError();
   const std::string fault = sm90a::fault_sentence(*params.fault);

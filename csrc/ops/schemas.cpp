@@ -83,6 +83,14 @@ STABLE_TORCH_LIBRARY(tpkernels, m) {
       "Tensor(s!) send, int[] shard_rows, int rank, int[] addresses, float timeout_s, str schedule, str "
       "tile, "
       "int multiprocessors) -> ()");
+  // The sum over ranks of partial [M, N], plus bias [N] and residual [M, N], in one kernel, for small sizes;
+  // all contiguous, and partial, residual and out of one dtype. way: "packets", "one-shot" or "two-shot".
+  // addresses: of every rank's symmetric memory of buffer_bytes (host/all_reduce.hpp), all of it zero at
+  // first. ctas = 0 leaves the size of the launch to the op; with way and buffer_bytes it is the same on all
+  // ranks.
+  m.def(
+      "fused_all_reduce(Tensor partial, Tensor? bias, Tensor? residual, Tensor(o!) out, str way, int rank, "
+      "int[] addresses, int buffer_bytes, float timeout_s, int ctas=0) -> ()");
   // Before the first call on new symmetric memory, when every rank has mapped it.
   m.def("fused_warm_up(int device, int rank, int[] addresses) -> ()");
   m.def("comm_fault() -> str");

@@ -72,6 +72,8 @@ void fused_all_gather_matmul(const Tensor& a_shard, const std::vector<Tensor>& b
   std::copy(chunks.row_end, chunks.row_end + chunks.count, arrival.row_end);
   arrival.ranks = g.rows;
   if (in_place) arrival.own = {a_shard.data_ptr(), 0, own_stride, 1, tpk::ops::kind_of(a_shard)};
+  GemmHooks later = hooks;  // products behind the first find all rows there
+  later.arrival.landed = true;
   std::vector<GemmCall> calls(bs.size());
   int64_t head = 0;  // own rows, at the beginning and at the end, of which a tile has rows of others too
   int64_t tail = 0;
@@ -90,7 +92,7 @@ void fused_all_gather_matmul(const Tensor& a_shard, const std::vector<Tensor>& b
       c.bias = matrix_of(t);
     }
     c.activation = tpk::ops::parse_activation(kGather, activation);
-    c.hooks = &hooks;
+    c.hooks = i == 0 ? &hooks : &later;
     set_plan(c, schedule, tile, multiprocessors, g, device);
     const int64_t bm = tpk::ops::tile_rows(kGather, c);
     head = std::max(head, (bm - first % bm) % bm);

@@ -5,6 +5,7 @@
 
 #include <optional>
 
+#include "kernels/sm90a/operands.hpp"
 #include "ops/fused_group.hpp"
 
 namespace {
@@ -14,6 +15,9 @@ using tpk::GemmCall;
 using tpk::GemmHooks;
 
 constexpr const char* kAllReduce = "tpkernels::fused_matmul_all_reduce";
+// Enough for the link. No more than the call's multiprocessors: ranks that share a device wait for each
+// other.
+constexpr int64_t kCollectCtas = 64;
 constexpr const char* kReduce = "tpkernels::fused_matmul_reduce_scatter";
 
 // What a product with a departure is given: the sums of own rows go to `out`, [own rows, N rounded up].
@@ -31,15 +35,16 @@ struct Departure {
 // A partial product sent to the owners of its rows, whose epilogues add what they receive.
 class Scatter {
  public:
-  Scatter(const Departure& d, const Group& g, const std::vector<int64_t>& shard_rows)
-      : d_(d), g_(g), shard_rows_(shard_rows) {
+  Scatter(const Departure& d, const Group& g, const std::vector<int64_t>& shard_rows) : d_(d), g_(g) {
     const int64_t bytes = tpk::bytes_of(d.out.kind);
     pitch_ = round_up(d.b.size(1), 16 / bytes);
     row_bytes_ = static_cast<size_t>(pitch_ * bytes);
     slot_rows_ = *std::max_element(shard_rows.begin(), shard_rows.end());
+    chunks_ = tpk::protocol::cut_departing(shard_rows, pitch_ * bytes);
   }
 
   int64_t pitch() const { return pitch_; }
+  const tpk::protocol::ChunkList& chunks() const { return chunks_; }
   Rows slot(int owner, int sender) const {
     return Rows{g_.page(owner).buffer(), row_bytes_}.from(sender * slot_rows_);
   }
@@ -67,27 +72,34 @@ class Scatter {
       check_matrix(d_.op, "residual", *d_.residual, own, pitch_);
       TPK_REQUIRE(d_.residual->is_contiguous() && tpk::ops::kind_of(*d_.residual) == d_.out.kind, d_.op,
                   ": residual must be contiguous and of out's dtype.");
+      TPK_REQUIRE(reinterpret_cast<uintptr_t>(d_.residual->data_ptr()) % 16 == 0, d_.op,
+                  ": residual must begin at a multiple of 16 bytes.");
     }
 
+    const int32_t first_own = chunks_.first[g_.rank()];
     tpk::DoorbellHook& bells = hooks_.doorbell;
     bells.counters = g_.mine().counter(0);
     bells.bells = g_.mine().bell(0);
-    bells.num_chunks = g_.world();
-    if (!d_.sends_own) bells.silent = g_.rank();
-    std::copy(g_.rows.row_end, g_.rows.row_end + g_.world(), bells.row_end);
-    hooks_.departure.ranks = g_.rows;
-    hooks_.departure.others = {d_.send.data_ptr(), 0, pitch_, 1, d_.out.kind};
-    hooks_.departure.addends_before = g_.rank();
-    const int64_t first = g_.rows.begin(g_.rank());
-    for (int peer = 0; own > 0 && peer < g_.world(); ++peer) {
-      if (peer == g_.rank()) continue;
-      tpk::Addend& t = hooks_.sum.addends[hooks_.sum.count++];
-      t.data = slot(g_.rank(), peer).from(-first).data;  // addressed by row of M
-      t.row_stride = static_cast<int64_t>(row_bytes_);
-      t.col_stride = tpk::bytes_of(d_.out.kind);
-      t.kind = d_.out.kind;
-      t.flags = g_.mine().arrived(peer);
-      t.epoch = g_.mine().epoch();
+    bells.num_chunks = chunks_.count;
+    if (!d_.sends_own) {
+      bells.silent_begin = first_own;
+      bells.silent_end = chunks_.first[g_.rank() + 1];
+    }
+    std::copy(chunks_.row_end, chunks_.row_end + chunks_.count, bells.row_end);
+    tpk::DepartureHook& departure = hooks_.departure;
+    departure.ranks = g_.rows;
+    departure.others = {d_.send.data_ptr(), 0, pitch_, 1, d_.out.kind};
+    departure.slots = slot(g_.rank(), 0).data;
+    departure.row_stride = static_cast<int64_t>(row_bytes_);
+    departure.slot_stride = slot_rows_ * departure.row_stride;
+    departure.arrived = g_.mine().arrived(0);
+    departure.epoch = g_.mine().epoch();
+    departure.own_chunks = chunks_.of_rank(g_.rank());
+    for (int32_t i = 0; i < departure.own_chunks; ++i) {
+      departure.own_chunk_end[i] = chunks_.row_end[first_own + i] - g_.rows.begin(g_.rank());
+    }
+    for (int32_t c = 0; c < chunks_.count; ++c) {
+      departure.together = std::max(departure.together, chunks_.rows(c));
     }
     call_.problem = {m, n, k, 1};
     call_.element = tpk::ops::element_of(d_.op, d_.a);
@@ -96,38 +108,45 @@ class Scatter {
     call_.out = d_.out;
     if (d_.bias) call_.bias = matrix_of(*d_.bias);
     if (d_.residual && own > 0) call_.residual = matrix_of(*d_.residual);
+    // TMA takes boxes whose first column is a multiple of 16 bytes, also where columns are rows of a.
+    const auto view = tpk::sm90a::view_operand(call_.a, 1, m, call_.a.row_stride, k, call_.a.col_stride);
+    for (int r = 0; view && view->major == tpk::sm90a::Major::kOuter && r < g_.world(); ++r) {
+      TPK_REQUIRE(g_.rows.begin(r) % 8 == 0, d_.op, ": a must have K contiguous, as shard ", r,
+                  " begins at row ", g_.rows.begin(r), ", which is no multiple of 8.");
+    }
     call_.hooks = &hooks_;
     set_plan(call_, schedule, tile, multiprocessors, g_, device);
     (void)tpk::ops::tile_rows(d_.op, call_);
   }
 
-  // The product, and behind it, rank by rank, what the others own of it.
+  // The product, and behind it, chunk by chunk, what the others own of it.
   void run(CopyEngine::Call& engine) const {
     tpk::ops::run_hopper(d_.op, call_, d_.a, g_.stream);
     struct Pushes {
       CopyEngine::Call& engine;
       const Scatter& s;
-      bool take_bell(int owner) {
-        engine.take_bell(s.g_.mine().bell(owner));
+      bool take_bell(int32_t chunk) {
+        engine.take_bell(s.g_.mine().bell(chunk));
         return true;
       }
-      void copy(int owner) {
-        engine.copy(s.slot(owner, s.g_.rank()),
-                    Rows{s.d_.send.data_ptr(), s.row_bytes_}.from(s.g_.rows.begin(owner)), s.row_bytes_,
-                    s.g_.rows_of(owner));
+      void copy(int owner, int32_t chunk) {
+        const int32_t begin = s.chunks_.begin(chunk);
+        engine.copy(s.slot(owner, s.g_.rank()).from(begin - s.g_.rows.begin(owner)),
+                    Rows{s.d_.send.data_ptr(), s.row_bytes_}.from(begin), s.row_bytes_,
+                    s.chunks_.rows(chunk));
       }
       void raise(int owner, int index) { engine.raise(s.g_.page(owner).arrived(index), s.g_.mine().epoch()); }
     } pushes{engine, *this};
-    tpk::protocol::push_scatter(pushes, shard_rows_, g_.rank());
+    tpk::protocol::push_scatter(pushes, chunks_, g_.rank(), g_.world());
   }
 
  private:
   const Departure& d_;
   const Group& g_;
-  const std::vector<int64_t>& shard_rows_;
   int64_t pitch_ = 0;
   size_t row_bytes_ = 0;
   int64_t slot_rows_ = 0;
+  tpk::protocol::ChunkList chunks_;
   GemmHooks hooks_;
   GemmCall call_;
 };
@@ -157,7 +176,8 @@ void fused_matmul_reduce_scatter(const Tensor& a, const Tensor& b, const std::op
 }
 
 // The owner of some rows sends their sums to all, through a buffer of results [M, N rounded up to 16 bytes]
-// behind the slots.
+// behind the slots, from which they are copied to `out` as they arrive. Its own ones go straight there,
+// unless rows of `out` have no room for whole units.
 void fused_matmul_all_reduce(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias,
                              const std::optional<Tensor>& residual, const Tensor& out, const Tensor& send,
                              const std::vector<int64_t>& shard_rows, int64_t rank,
@@ -174,33 +194,35 @@ void fused_matmul_all_reduce(const Tensor& a, const Tensor& b, const std::option
   const int64_t bytes = tpk::bytes_of(tpk::ops::kind_of(out));
   Departure departure{kAllReduce, a, b, bias, residual, matrix_of(out), send, true};
   Scatter scatter(departure, g, shard_rows);
+  const auto row_bytes = static_cast<size_t>(n * bytes);
   const Rows results = scatter.results(g.rank());
-  const int64_t first = g.rows.begin(g.rank());
-  departure.out = {results.from(first).data, 0, static_cast<int64_t>(results.pitch) / bytes, 1,
-                   tpk::ops::kind_of(out)};
+  const bool direct = row_bytes == results.pitch && reinterpret_cast<uintptr_t>(out.data_ptr()) % 16 == 0;
+  const Rows sums = direct ? Rows{out.data_ptr(), row_bytes} : results;
+  departure.out = {sums.from(g.rows.begin(g.rank())).data, 0, scatter.pitch(), 1, tpk::ops::kind_of(out)};
   scatter.prepare(schedule, tile, multiprocessors, device);
 
   launch_sync(kAllReduce, tpk::sm90a::enter_function(), g);
   CopyEngine::Call engine(CopyEngine::of(device), g.stream);
   scatter.run(engine);
-  constexpr int kResults = tpk::protocol::kMaxRanks;  // words behind those of the slots
-  const auto row_bytes = static_cast<size_t>(n * bytes);
-  if (g.rows_of(g.rank()) > 0) engine.take_bell(g.mine().bell(g.rank()));
-  uint32_t with_rows = 0;
-  for (int step = 1; step < g.world(); ++step) {
-    const int peer = tpk::protocol::gather_peer(g.rank(), step, g.world());
-    if (g.rows_of(peer) > 0) with_rows |= 1u << peer;
-    if (g.rows_of(g.rank()) == 0) continue;
-    engine.copy(scatter.results(peer).from(first), results.from(first), row_bytes, g.rows_of(g.rank()));
-    engine.raise(g.page(peer).arrived(kResults + g.rank()), g.mine().epoch());
+  const tpk::protocol::ChunkList& chunks = scatter.chunks();
+  for (int32_t c = chunks.first[g.rank()]; c < chunks.first[g.rank() + 1]; ++c) {
+    engine.take_bell(g.mine().bell(c));
+    for (int step = 1; step < g.world(); ++step) {
+      const int peer = tpk::protocol::gather_peer(g.rank(), step, g.world());
+      engine.copy(scatter.results(peer).from(chunks.begin(c)), sums.from(chunks.begin(c)), row_bytes,
+                  chunks.rows(c));
+      engine.raise(g.page(peer).sums(c), g.mine().epoch());
+    }
   }
-  int32_t words = kResults;
-  launch_sync(kAllReduce, tpk::sm90a::wait_function(), g, {&words, &with_rows});
-  const cudaError_t error =
-      cudaMemcpy2DAsync(out.data_ptr(), row_bytes, results.data, results.pitch, row_bytes,
-                        static_cast<size_t>(g.total()), cudaMemcpyDeviceToDevice, g.stream);
-  TPK_REQUIRE(error == cudaSuccess, kAllReduce, ": cudaMemcpy2DAsync failed: ", cudaGetErrorString(error),
-              ".");
+  tpk::sm90a::CollectParams collect{chunks,
+                                    static_cast<const char*>(results.data),
+                                    static_cast<int64_t>(results.pitch),
+                                    static_cast<char*>(out.data_ptr()),
+                                    static_cast<int64_t>(row_bytes),
+                                    !direct};
+  launch_sync(kAllReduce, tpk::sm90a::collect_function(), g, &collect,
+              static_cast<int>(multiprocessors > 0 ? std::min(multiprocessors, kCollectCtas) : kCollectCtas),
+              tpk::sm90a::kCollectThreads);
   engine.join();
   launch_sync(kAllReduce, tpk::sm90a::leave_function(), g);
 }

@@ -1,11 +1,13 @@
 // torch.ops.tpkernels.fused_warm_up and comm_fault: before the first fused call, and after one that failed.
 #include <torch/csrc/stable/library.h>
 
+#include "kernels/sm90a/all_reduce.hpp"
 #include "kernels/sm90a/clear.hpp"
 #include "ops/fused_group.hpp"
 
 namespace {
 
+using tpk::all_reduce::Way;
 using tpk::ops::CopyEngine;
 using tpk::ops::DeviceGuard;
 using tpk::ops::Page;
@@ -18,8 +20,14 @@ void fused_warm_up(int64_t device, int64_t rank, const std::vector<int64_t>& add
   constexpr int kScratch = 640;  // words: 16 of this rank alone, then 16 for each rank that writes
   const DeviceGuard guard(static_cast<int32_t>(device));
   const cudaStream_t stream = tpk::ops::current_stream(kOp, static_cast<int>(device));
-  for (const void* function : {tpk::sm90a::enter_function(), tpk::sm90a::leave_function(),
-                               tpk::sm90a::wait_function(), tpk::sm90a::clear_function()}) {
+  std::vector<const void*> functions{tpk::sm90a::enter_function(), tpk::sm90a::leave_function(),
+                                     tpk::sm90a::collect_function(), tpk::sm90a::clear_function()};
+  for (const auto way : {Way::kPackets, Way::kOneShot, Way::kTwoShot}) {
+    for (const auto kind : {tpk::ScalarKind::kBf16, tpk::ScalarKind::kFp16, tpk::ScalarKind::kFp32}) {
+      functions.push_back(tpk::sm90a::all_reduce_function(way, kind));
+    }
+  }
+  for (const void* function : functions) {
     cudaFuncAttributes attributes;
     const cudaError_t error = cudaFuncGetAttributes(&attributes, function);
     TPK_REQUIRE(error == cudaSuccess, kOp, ": cudaFuncGetAttributes failed: ", cudaGetErrorString(error),

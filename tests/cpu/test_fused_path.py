@@ -183,6 +183,16 @@ def _explained(ctx):
     auto = tpk.explain("matmul_reduce_scatter", x, w, ctx.group)
     assert auto.path == "gloo+blas" and "path='fused' can be asked for" in str(auto)
     every = tpk.explain("matmul_all_reduce", x, w, ctx.group, path=FUSED)
+    assert every.path == "fused+blas" and every.transfers.startswith("behind the product one kernel, packets")
+    assert every.product.endswith("; packets") and every.wire_bytes == 2 * 6 * 16 * 2 * (ctx.world - 1)
+    tpk.matmul_all_reduce(x, w, ctx.group, path=FUSED)
+    record = tpk.last_path()
+    assert (record.path, record.detail, record.why) == (every.path, every.product, every.why)
+    named = tpk.explain("matmul_all_reduce", x, w, ctx.group, path="fused+streamk")
+    tpk.matmul_all_reduce(x, w, ctx.group, path="fused+streamk")
+    assert tpk.last_path().path == named.path == "fused+streamk", "a product that is named is taken"
+    large = torch.empty(1 << 20, 8, dtype=BF16, device="meta")
+    every = tpk.explain("matmul_all_reduce", large, w.to("meta"), ctx.group, path=FUSED)
     assert every.path == "fused+streamk" and every.transfers.endswith("pushed to all")
     assert tpk.explain("matmul_replicated", x, w, ctx.group).transfers == ""
 
@@ -217,10 +227,12 @@ def _memory_of_calls(ctx):
         # A graph replays into the first allocation: it lives on.
         space = workspace._spaces[ctx.group_name, torch.device("cpu"), "gather"]
         assert [memory.numel() for memory, _ in space.kept] == [2 << 20] and not space.captured
-        tpk.reserve(ctx.group, max_m=8, all_reduce_n=8)
-        fake.capture = True
-        tpk.matmul_all_reduce(ones(8, 8), ones(8, 8), ctx.group, path=FUSED)
-        fake.capture = False
+        for n in (8, 1 << 19):  # small, and not
+            tpk.reserve(ctx.group, max_m=16, all_reduce_n=n)
+            fake.capture = True
+            tpk.matmul_all_reduce(ones(16, 1), ones(1, n), ctx.group, path=FUSED)
+            fake.capture = False
+            assert fake.log[-1] == ("small packets" if n == 8 else "all_reduce")
         before = len(fake.log)
         tpk.reserve(ctx.group, max_m=8, k=8, n=8, all_reduce_n=8, dtype=F32)
         assert len(fake.log) == before

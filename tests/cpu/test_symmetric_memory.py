@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import datetime
+
 import pytest
 import torch
 
 from tpkernels.comm import conditions, symmetric
+from tpkernels.comm.renumbered import Renumbered
 from tpkernels.errors import ArgumentError, BackendError
 from tpkernels.ops import _groups
 
@@ -120,3 +123,24 @@ def test_torch_has_what_the_adapter_uses():
     for name in ("_register_process_group", "_get_process_group_store"):
         assert hasattr(torch.distributed.distributed_c10d, name), name
     assert conditions.MAX_RANKS == 16
+
+
+def test_ranks_find_each_other_whatever_they_told_others_before():
+    """As torch does it: one count in a process, for all groups."""
+    shared = torch.distributed.HashStore()
+    through = torch.distributed.PrefixStore  # C++, as the caller in torch is
+    for counts in ((0, 0), (17, 3), (2, 40)):
+        halves = [Renumbered(through(f"rendezvous {counts}", shared)) for _ in counts]
+        stores = [through("in C++", half) for half in halves]
+        for step in range(3):
+            for rank, (store, count) in enumerate(zip(stores, counts, strict=True)):
+                store.set(f"CUDASymmetricMemory/{count + step}/{rank}", f"{rank} in {step}")
+            for rank, (store, count) in enumerate(zip(stores, counts, strict=True)):
+                key = f"CUDASymmetricMemory/{count + step}/{1 - rank}"
+                store.wait([key])
+                store.wait([key], datetime.timedelta(seconds=1))
+                assert store.get(key) == f"{1 - rank} in {step}".encode()
+    half = Renumbered(shared)
+    other = through("in C++", half)
+    other.set("a name", "x")
+    assert other.get("a name") == b"x"

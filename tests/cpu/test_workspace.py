@@ -10,7 +10,7 @@ import pytest
 import torch
 from fused_fakes import FakeRuntime, forget
 
-from tpkernels.comm import ranks, runtime, workspace
+from tpkernels.comm import ranks, runtime, small, workspace
 from tpkernels.comm.symmetric import Mapping
 from tpkernels.errors import BackendError
 from tpkernels.ops import _groups
@@ -88,6 +88,15 @@ def test_order_of_growth(world):
     assert workspace.ensure(world.group(), CPU, "gather", 5) is larger
     scatter = workspace.ensure(world.group(), CPU, "scatter", 5)
     assert scatter is not larger and workspace.ensure(world.group(), CPU, "gather", 5) is larger
+
+
+def test_memory_of_small_sums(world):
+    """All zero, as epochs lie among the data; one size for all calls, no power of two."""
+    space = workspace.ensure(world.group(), CPU, "small", small.WORKSPACE_BYTES)
+    assert not space.memory.any()
+    assert small.WORKSPACE_BYTES <= space.size < small.WORKSPACE_BYTES + 2 * MIB
+    workspace.reserve(world.group(), CPU, {"small": small.WORKSPACE_BYTES})
+    assert world.log.count("map") == 1
 
 
 def test_what_is_outgrown_is_freed_before_the_next_is_made(world):

@@ -46,7 +46,8 @@ def _errors_belong_to_their_test(request: pytest.FixtureRequest) -> Iterator[Non
         torch.cuda.synchronize()
     except RuntimeError as error:
         _broken_by.append(request.node.nodeid)
-        pytest.fail(f"CUDA reports, once all kernels have run: {error}")
+        fault = torch.ops.tpkernels.comm_fault()
+        pytest.fail(f"CUDA reports, once all kernels have run: {fault or error}")
 
 
 @pytest.fixture(scope="module")

@@ -72,12 +72,14 @@ class Ranks:
         outs = [[filled(m, b.shape[1], dtype=dtype) for b in bs] for _ in shards]
         gathered = [filled(m, k, dtype=shards[0].dtype) for _ in shards]
         biases = options.get("biases", [])
+        # The next product takes multiprocessors while it waits for the one before.
+        multiprocessors = self.multiprocessors // min(2, len(bs))
 
         def call(rank: int) -> None:
             OPS.fused_all_gather_matmul(
                 shards[rank], list(bs), biases, list(range(len(biases))), options.get("activation", "none"),
                 outs[rank], [], gathered[rank] if options.get("gathered", True) else None, rows, rank, self.addresses,
-                self.timeout_s, options.get("schedule", "auto"), options.get("tile", ""), self.multiprocessors,
+                self.timeout_s, options.get("schedule", "auto"), options.get("tile", ""), multiprocessors,
             )  # fmt: skip
 
         self.run(call, options.get("order"))
@@ -220,6 +222,28 @@ def test_reduce(tile: str, world: int, generator: torch.Generator) -> None:
                 assert torch.equal(out.double(), part), (
                     f"rank {rank} of {world}, {rows} rows, K {k}, N {n}, {schedule}"
                 )
+
+
+@pytest.mark.parametrize("rows", [[1500, 1300], [1100, 0, 1537], [513, 1100, 1, 1024]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tile", ["128x256x64/2x1", "256x192x64/2x1", "192x192x64/1x2", ""])
+def test_rows_leave_in_chunks(
+    tile: str, dtype: torch.dtype, rows: list[int], generator: torch.Generator
+) -> None:
+    """Of 8 MiB and more, in which tiles do not end; every chunk has its own bell and flag."""
+    world, total, k, n = len(rows), sum(rows), 72, 16384 // dtype.itemsize
+    ranks = Ranks(world, (world * max(rows) + total) * 16384)
+    ones = {"dtype": torch.bfloat16, "generator": generator, "most": 1}  # partials need no rounding
+    as_, b = [integers(total, k, **ones) for _ in rows], integers(k, n, **ones)
+    want = (sum(a.double() for a in as_) @ b.double()).to(dtype)
+    ranks.poison()
+    for _ in range(2):
+        outs = ranks.reduce(as_, [b] * world, rows, tile=tile, out_dtype=dtype)
+        assert torch.equal(torch.cat(outs), want)
+    if tile == "":
+        op = OPS.fused_matmul_all_reduce
+        for out in ranks.reduce(as_, [b] * world, rows, tile=tile, out_dtype=dtype, op=op):
+            assert torch.equal(out, want)
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
@@ -378,7 +402,7 @@ except RuntimeError:
     "op,said",
     [
         ("gather", "slab 0 of chunk 1 of a: its flag is 0, expected 1. Rank 1, which sends it, did not."),
-        ("reduce", "addend 0: its flag is 0, expected 1. Rank 1, which sends it, did not."),
+        ("reduce", "row 0 of what rank 1 adds: its flag is 0, expected 1. Rank 1, which sends it, did not."),
         ("enter", "rank 1 to have read what it was sent before: its flag is 0, expected 3."),
     ],
 )
@@ -403,22 +427,12 @@ def test_bad_calls_are_refused_before_anyone_waits(generator: torch.Generator) -
             kw.get("schedule", "auto"), kw.get("tile", ""), 0,
         )  # fmt: skip
 
-    def reduce(schedule: str = "auto") -> None:
+    both = torch.cat([a, a])
+
+    def reduce(schedule: str = "auto", a: Tensor = both, rows: Sequence[int] = (64, 64)) -> None:
         OPS.fused_matmul_reduce_scatter(
-            torch.cat([a, a]),
-            b,
-            None,
-            None,
-            out[:64],
-            out,
-            [64, 64],
-            0,
-            ranks.addresses,
-            1.0,
-            schedule,
-            "",
-            0,
-        )
+            a, b, None, None, out[: rows[0]], out, list(rows), 0, ranks.addresses, 1.0, schedule, "", 0
+        )  # fmt: skip
 
     for call, said in [
         (lambda: gather(rows=[64]), "shard_rows must name 2 to 16 ranks, but it names 1"),
@@ -430,6 +444,10 @@ def test_bad_calls_are_refused_before_anyone_waits(generator: torch.Generator) -
         (lambda: gather(b=b.half()), "bs must be of a_shard's dtype"),
         (lambda: gather(tile="17x3"), "tile must be one of"),
         (lambda: reduce("stream_k"), "could make ranks wait for each other"),
+        (
+            lambda: reduce(a=torch.zeros(k, 136, dtype=a.dtype, device="cuda").t()[:128], rows=[60, 68]),
+            "a must have K contiguous, as shard 1 begins at row 60",
+        ),
     ]:
         with pytest.raises(RuntimeError, match=said):
             call()

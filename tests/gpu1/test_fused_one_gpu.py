@@ -10,6 +10,7 @@ import fused_behaviour
 import fused_checks
 import fused_gradients
 import fused_graphs
+import fused_small
 import pytest
 import torch
 from fused_checks import FUSED
@@ -50,6 +51,18 @@ def test_every_dimension_and_option_with_gradients(shared_gpu_ranks, uneven):
 @pytest.mark.parametrize("uneven", [False, True])
 def test_sums_scattered_and_for_all(shared_gpu_ranks, uneven):
     shared_gpu_ranks.run(on_device, check_reduce, BF16, uneven, FUSED, world=3)
+
+
+@pytest.mark.parametrize("world, dtype", [(2, BF16), (3, F16), (4, BF16)])
+def test_small_sums(shared_gpu_ranks, seed, world, dtype):
+    shared_gpu_ranks.run(on_device, fused_small.check_all_reduce, FUSED, dtype, seed, world=world)
+    shared_gpu_ranks.run(on_device, fused_small.check_empty, FUSED, world=world)
+    shared_gpu_ranks.run(on_device, fused_small.check_gradients, FUSED, world=world)
+
+
+def test_small_sums_again_and_again(shared_gpu_ranks, seed):
+    shared_gpu_ranks.run(on_device, fused_small.check_repeats, FUSED, 200, seed, world=3)
+    shared_gpu_ranks.run(on_device, fused_small.check_graphs, FUSED, 40, seed, world=3)
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
@@ -99,7 +112,7 @@ def test_blocking_launches_are_refused():
         pool.run(on_device, fused_behaviour.check_refused, BF16, ["CUDA_LAUNCH_BLOCKING"])
 
 
-@pytest.mark.parametrize("kind, world", [("gather", 2), ("scatter", 2), ("entry", 3)])
+@pytest.mark.parametrize("kind, world", [("gather", 2), ("scatter", 2), ("entry", 3), ("small", 2)])
 def test_a_stalled_rank_is_reported(kind, world):
     """Without TPK_CHECK, whose collective would wait for that rank first."""
     env = {"TPK_CHECK": "0", "TPK_COMM_TIMEOUT_S": str(LIMIT)}

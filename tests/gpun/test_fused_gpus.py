@@ -9,6 +9,7 @@ import fused_behaviour
 import fused_checks
 import fused_gradients
 import fused_graphs
+import fused_small
 import pytest
 import torch
 from fused_checks import FUSED
@@ -55,6 +56,20 @@ def test_values(gpu_ranks, seed, check, dtype, world):
 @pytest.mark.parametrize("uneven", [False, True])
 def test_every_dimension_and_option_with_gradients(gpu_ranks, uneven, world):
     gpu_ranks.run(on_device, check_all_gather_matmul, BF16, uneven, FUSED, world=world)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_small_sums(gpu_ranks, seed, dtype, world):
+    gpu_ranks.run(on_device, fused_small.check_all_reduce, FUSED, dtype, seed, world=world)
+    gpu_ranks.run(on_device, fused_small.check_empty, FUSED, world=world)
+    gpu_ranks.run(on_device, fused_small.check_gradients, FUSED, world=world)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_small_sums_again_and_again(gpu_ranks, seed, world):
+    gpu_ranks.run(on_device, fused_small.check_repeats, FUSED, 5000, seed, world=world, timeout=240)
+    gpu_ranks.run(on_device, fused_small.check_graphs, FUSED, 1000, seed, world=world, timeout=240)
 
 
 @pytest.mark.timeout(900)

@@ -97,8 +97,6 @@ def test_other_words_that_the_page_names(page: str) -> None:
     last = scratch + 16 * (1 + conditions.MAX_RANKS) - 1
     assert f"Words {scratch} to {last} are scratch" in page and last < workspace.PAGE_BYTES // 4
     assert "words + kScratch + 16 * (1 + rank)" in setup
-    reduce = source("csrc/ops/sm90a_fused_reduce.cpp")
-    assert "kResults = tpk::protocol::kMaxRanks;" in reduce and "words 16 to 31" in page
 
 
 def test_who_writes_which_word(page: str) -> None:
@@ -110,12 +108,18 @@ def test_who_writes_which_word(page: str) -> None:
     for call in ("cuStreamWaitValue32", "cuStreamWriteValue32"):
         assert call in engine and f"`{call}`" in page
     assert "CU_STREAM_WAIT_VALUE_EQ" in engine and "`cuStreamWaitValue32` (== 1)" in page
-    bells = source("csrc/kernels/sm90a/epilogue.cuh").partition("void ring_doorbells")[2]
-    steps = ["__threadfence_system()", "__syncwarp()", "add_acq_rel", "h.counters[c] = 0", "store_release"]
-    assert [bells.index(step) for step in steps] == sorted(bells.index(step) for step in steps)
+    epilogue = source("csrc/kernels/sm90a/epilogue.cuh")
+    for part, steps in {
+        "void count_stored": ["add_acq_rel", "h.counters[c] = 0", "store_release"],
+        "void run_ringer": ["wait_stored()", "__threadfence_system()", "count_stored("],
+        "void ring_doorbells": ["__threadfence_system()", "__syncwarp()", "count_stored("],
+    }.items():
+        text = epilogue.partition(part)[2]
+        assert [text.index(step) for step in steps] == sorted(text.index(step) for step in steps), part
     assert sync.index("peer_consumed") < sync.index("advance_epoch") and "publish_consumed" in sync
-    loader = source("csrc/kernels/sm90a/loader.cuh")
-    assert loader.index("wait_or_fail<comm::Scope::kSys>") < loader.index("fence_async_proxy()")
+    for name, wait in (("loader", "void wait_for_chunks"), ("owner", "void wait_for_peers")):
+        text = source(f"csrc/kernels/sm90a/{name}.cuh").partition(wait)[2]
+        assert text.index("wait_or_fail<comm::Scope::kSys>") < text.index("fence_async_proxy()")
 
 
 def test_calls_are_enqueued_in_the_order_of_the_page() -> None:
@@ -281,8 +285,8 @@ def test_names_of_the_text_exist(page: str) -> None:
     """Functions and variables that the text sends the reader to."""
     for name, path in {
         "wait_for_chunks": "csrc/kernels/sm90a/loader.cuh",
-        "wait_for_addends": "csrc/kernels/sm90a/owner.cuh",
-        "ring_doorbells": "csrc/kernels/sm90a/epilogue.cuh",
+        "wait_for_peers": "csrc/kernels/sm90a/owner.cuh",
+        "run_ringer": "csrc/kernels/sm90a/epilogue.cuh",
         "own_tiles_apart": "csrc/kernels/sm90a/plan.hpp",
         "place_tiles": "csrc/kernels/sm90a/placement.hpp",
         "make_arrival_order": "csrc/host/shards.hpp",
@@ -298,4 +302,4 @@ def test_names_of_the_text_exist(page: str) -> None:
 
 def test_reserve_knows_every_kind() -> None:
     kinds = set(re.findall(r'sizes\["(\w+)"\]', source("tpkernels/comm/reserve.py")))
-    assert kinds == {"gather", "scatter", "sum"}
+    assert kinds == {"gather", "scatter", "small", "sum"}

@@ -5,13 +5,18 @@ The same checks run on real kernels in tests/gpu1/test_fused_one_gpu.py and test
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import fused_behaviour
 import fused_checks
 import fused_gradients
+import fused_small
 import op_checks
 import pytest
 import torch
 from fused_fakes import on_fakes
+
+from tpkernels.comm import runtime
 
 PATH = "fused"
 
@@ -24,6 +29,7 @@ PATH = "fused"
         fused_checks.check_scatter,
         fused_checks.check_reference,
         fused_gradients.check_gradients,
+        fused_small.check_all_reduce,
     ],
 )
 def test_values(ranks, seed, check, world, dtype):
@@ -42,6 +48,20 @@ def test_sums_scattered_and_for_all(ranks, uneven):
 
 def test_shapes_that_change(ranks, seed):
     ranks.run(on_fakes, fused_behaviour.check_repeats, PATH, 40, seed, world=3, timeout=200)
+
+
+def test_small_sums(ranks, seed):
+    ranks.run(on_fakes, fused_small.check_empty, PATH, world=3)
+    ranks.run(on_fakes, fused_small.check_gradients, PATH, world=3)
+    ranks.run(on_fakes, fused_small.check_repeats, PATH, 30, seed, world=3, timeout=100)
+    ranks.run(on_fakes, fused_small.check_first_use_in_a_capture, PATH, _capturing, world=2)
+
+
+@contextmanager
+def _capturing(ctx):
+    runtime.active.capture = True
+    yield
+    runtime.active.capture = False
 
 
 def test_two_groups(ranks, seed):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from tpkernels.comm import conditions, ranks, runtime
+from tpkernels.comm import conditions, ranks, runtime, small
+from tpkernels.comm.auto import Asked, Decision
 from tpkernels.errors import BackendError
 from tpkernels.ops._groups import Group
 from tpkernels.ops._paths import FUSED, Request
@@ -13,43 +16,42 @@ OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 
 
 def transfers(
-    op: str,
+    asked: Asked,
+    rows: Sequence[int],
     request: Request,
     group: Group,
     device: torch.device,
-    dtypes: tuple[torch.dtype, torch.dtype],
-    rows: int,
+    decision: Decision | None,
 ) -> str:
-    """How rows travel where "fused" was asked for, else whether it could be.
+    """How rows travel where "fused" was asked for, or is what "auto" takes; else whether it could be.
 
     Args:
-        dtypes: of the operands, and of the result.
-        rows: of the whole product.
+        rows: of every rank's shard.
+        decision: what "auto" comes to; None where it does not choose.
 
     Raises:
         BackendError: it was asked for and cannot run, as far as this rank knows.
     """
-    compared, reason = _missing(group, device, dtypes)
-    if request.transport != FUSED:
-        return (
-            f"cannot run: {reason}"
-            if reason
-            else "path='fused' can be asked for; 'auto' does not take it yet"
-        )
+    compared, reason = _missing(group, device, (asked.dtype, asked.out_dtype))
+    if request.transport != FUSED and not (decision is not None and decision.fused):
+        return f"cannot run: {reason}" if reason else "path='fused' can be asked for"
     if reason is not None:
         raise BackendError(f"{request.source}: 'fused' was asked for, but {reason}; use 'auto'.")
     peers = group.world - 1
-    if op == "all_gather_matmul":
+    way = small.way_of(sum(rows) * asked.ns[0] * asked.out_dtype.itemsize, group.world)
+    if asked.op == "all_gather_matmul":
         how = (
-            f"the copy engine pushes each shard to {peers} peers in chunks of rows; a tile of the {rows} rows waits "
-            "for its chunks only"
+            f"the copy engine pushes each shard to {peers} peers in chunks of rows; a tile of the {sum(rows)} rows "
+            "waits for its chunks only"
         )
+    elif asked.op == "matmul_all_reduce" and way is not None:
+        how = small.describe(way)
     else:
         how = (
             f"rows of {peers} peers are computed first, and pushed by the copy engine peer by peer while the next are "
             "computed; what comes is added when this rank's own rows are stored"
         )
-        if op == "matmul_all_reduce":
+        if asked.op == "matmul_all_reduce":
             how += ", and pushed to all"
     return how if compared else f"{how}; the first call finds out whether all ranks can"
 

@@ -2,17 +2,20 @@
 
 They take matrices whose rows are those of all ranks, shard after shard. A gathered or scattered dimension that is not
 the first is moved there and back, and every row of a shard stands for as many as the other dimensions have.
+
+A small all-reduce is a kernel of its own behind any product: :mod:`~tpkernels.comm.small`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from tpkernels.comm import ranks, runtime, workspace
+from tpkernels.comm import ranks, runtime, small, workspace
 from tpkernels.comm.faults import Reported, timeout_s
 from tpkernels.ops import _nvtx
 from tpkernels.ops._groups import Group, shard_sizes
@@ -131,6 +134,35 @@ def matmul_all_reduce(
         return _reduced("sum", group, matrices, bs, bias, right, rows, total, out_dtype).reshape(shape)
 
 
+def all_reduce(
+    group: Group, partial: Tensor, bias: Tensor | None, residual: Tensor | None, way: str
+) -> Tensor:
+    """The sum over ranks of a small partial, plus bias and residual, in one kernel; ``way``: of :mod:`comm.small`.
+
+    Partials are added as they are, in rank order in float32; one rounding. Arguments are checked already.
+    """
+    device, n, active = partial.device, partial.shape[-1], runtime.active
+    with Reported("matmul_all_reduce", group), active.on(device):
+        ranks.require(group, device)
+        timeout = timeout_s(group, device)
+        space = workspace.ensure(group, device, "small", small.WORKSPACE_BYTES)
+        mine = partial.reshape(-1, n).contiguous()
+        out = torch.empty_like(mine)
+        with _nvtx.phase("all_reduce", way), active.chained(device):
+            active.reduce_small(
+                mine,
+                None if bias is None else bias.contiguous(),
+                None if residual is None else residual.reshape(-1, n).contiguous(),
+                out,
+                way,
+                group.rank,
+                list(space.addresses),
+                space.size,
+                timeout,
+            )
+    return out.reshape(partial.shape)
+
+
 def _reduced(
     kind: str,
     group: Group,
@@ -158,7 +190,8 @@ def _reduced(
     name = "reduce_scatter" if kind == "scatter" else "all_reduce"
     with _nvtx.phase(f"product and {name}", "fused"), active.chained(device):
         call(
-            _loadable(left),
+            # Rows of tiles begin where shards do, and TMA starts at multiples of 16 bytes of what is contiguous.
+            _loadable(left, by_columns=all(end % 8 == 0 for end in accumulate(rows))),
             _loadable(right),
             bias,
             None if residual is None else _widened(residual, wide),
@@ -182,23 +215,26 @@ def _one_product(as_: Sequence[Tensor], bs: Sequence[Tensor]) -> tuple[Tensor, T
     return torch.cat(list(as_), dim=1), torch.cat(list(bs), dim=0)
 
 
-def _loadable(x: Tensor) -> Tensor:
-    """A matrix of 2-byte elements as TMA takes it: the other stride, and the address, multiples of 16 bytes."""
+def _loadable(x: Tensor, *, by_columns: bool = True) -> Tensor:
+    """A matrix of 2-byte elements as TMA takes it: the other stride, and the address, multiples of 16 bytes.
+
+    ``by_columns``: columns may be what is contiguous.
+    """
 
     def lies(inner: int, outer: int) -> bool:
         whole = x.shape[outer] <= 1 or (x.stride(outer) > 0 and x.stride(outer) % 8 == 0)
         return whole and (x.shape[inner] <= 1 or x.stride(inner) == 1)
 
-    if x.data_ptr() % 16 == 0 and (lies(1, 0) or lies(0, 1)):
+    if x.data_ptr() % 16 == 0 and (lies(1, 0) or (by_columns and lies(0, 1))):
         return x
     rows, cols = x.shape
     return x.new_empty(rows, -(-cols // 8) * 8)[:, :cols].copy_(x)
 
 
 def _widened(x: Tensor, columns: int) -> Tensor:
-    """The same rows in so many columns, contiguous; what is new is never used."""
-    if x.shape[1] == columns:
-        return x.contiguous()
+    """The same rows in so many columns, contiguous, from a multiple of 16 bytes on; what is new is never used."""
+    if x.shape[1] == columns and x.is_contiguous() and x.data_ptr() % 16 == 0:
+        return x
     wide = x.new_empty(x.shape[0], columns)
     wide[:, : x.shape[1]] = x
     return wide

@@ -34,6 +34,14 @@ def known(group: Group, device: torch.device) -> tuple[bool, str | None]:
     return True, entry[1]
 
 
+def compare(group: Group, device: torch.device) -> str | None:
+    """Why not all ranks can take part, if so; every rank comes to the same. Collective, and kept."""
+    reason = conditions.ranks_missing(exchange(group, runtime.active.facts(device)))
+    _forget_destroyed()
+    _missing[group.name, device] = weakref.ref(group.process_group), reason
+    return reason
+
+
 def require(group: Group, device: torch.device) -> None:
     """Raise on every rank alike unless all of them can take part. Collective at the first use of a group."""
     compared, reason = known(group, device)
@@ -43,9 +51,7 @@ def require(group: Group, device: torch.device) -> None:
                 f"path 'fused' of group {group.name!r}: its first use cannot be captured into a CUDA graph, as ranks "
                 "exchange memory; make one call before the capture, or call tpk.reserve(...)."
             )
-        reason = conditions.ranks_missing(exchange(group, runtime.active.facts(device)))
-        _forget_destroyed()
-        _missing[group.name, device] = weakref.ref(group.process_group), reason
+        reason = compare(group, device)
     if reason is not None:
         raise BackendError(
             f"path 'fused' was asked for, but in group {group.name!r} {reason}; use path='auto'."

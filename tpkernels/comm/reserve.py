@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tpkernels.comm import conditions, ranks, runtime, workspace
+from tpkernels.comm import conditions, ranks, runtime, small, workspace
 from tpkernels.errors import ArgumentError, BackendError
 from tpkernels.ops import _groups
 from tpkernels.ops._groups import GroupLike
@@ -51,7 +51,7 @@ def reserve(
     members = _groups.resolve(_groups.group_name_of(group))
     if members.world == 1:
         return  # nothing travels
-    place = _device(device)
+    place = device_of("reserve", device)
     gathered = dtype if dtype in conditions.DTYPES else torch.bfloat16  # what is scattered may be float32
     reason = conditions.call_missing(place.type, gathered, dtype, members.world, runtime.active.device_types)
     if reason is not None:
@@ -63,18 +63,20 @@ def reserve(
     if n > 0:
         sizes["scatter"] = workspace.scatter_bytes(shards, n, dtype.itemsize)
     if all_reduce_n > 0:
-        sizes["sum"] = workspace.sum_bytes(shards, all_reduce_n, dtype.itemsize)
+        sizes["small"] = small.WORKSPACE_BYTES
+        if max_m * all_reduce_n * dtype.itemsize > small.MOST_BYTES:
+            sizes["sum"] = workspace.sum_bytes(shards, all_reduce_n, dtype.itemsize)
     with runtime.active.on(place):
         ranks.require(members, place)
         workspace.reserve(members, place, sizes)
 
 
-def _device(device: torch.device | str | int | None) -> torch.device:
-    """With an index, as tensors name it."""
+def device_of(function: str, device: torch.device | str | int | None) -> torch.device:
+    """With an index, as tensors name it; ``function`` is what errors name."""
     kind = runtime.active.device_types[0]
     place = torch.device(kind) if device is None else torch.device(device)
     if place != torch.device("cuda"):
         return place
     if not torch.cuda.is_available():
-        raise BackendError("reserve: it is for path 'fused', but this process has no CUDA device.")
+        raise BackendError(f"{function}: it is for path 'fused', but this process has no CUDA device.")
     return torch.device("cuda", torch.cuda.current_device())

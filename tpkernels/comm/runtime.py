@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tpkernels import _extensions
 from tpkernels.comm import conditions, streams, symmetric
 from tpkernels.ops._groups import Group
 
+_AHEAD_CYCLES = 10_000_000  # about 5 ms, in which the host enqueues what is timed
+
 
 class Runtime:
     """CUDA and the ops of ``_C_sm90a``."""
 
     device_types: tuple[str, ...] = ("cuda",)
+    compared_with: tuple[str, ...] = ("nccl",)  # transports that path choice has times of
 
     def facts(self, device: torch.device) -> conditions.RankFacts:
         """What this rank tells the others about itself."""
@@ -36,6 +41,14 @@ class Runtime:
         overlap = os.environ.get(conditions.OVERLAP, "0") == "1"
         return conditions.RankFacts(_host(), _uuid(mine), reaches, missing or "", overlap)
 
+    def card(self, device: torch.device) -> str:
+        """Name of the GPU, of which constants of path choice are kept."""
+        return torch.cuda.get_device_name(device) if torch.cuda.is_available() else ""
+
+    def alone(self, group: Group) -> bool:
+        """Whether the job has no ranks but those of the group: others might communicate beside it."""
+        return not dist.is_initialized() or dist.get_world_size() == group.world
+
     def on(self, device: torch.device) -> AbstractContextManager[Any]:
         """Make the device the current one."""
         return torch.cuda.device(device)
@@ -43,6 +56,18 @@ class Runtime:
     def capturing(self) -> bool:
         """Whether the current stream is recorded into a CUDA graph."""
         return torch.cuda.is_current_stream_capturing()
+
+    def elapsed_us(self, call: Callable[[], object], calls: int) -> float:
+        """Time of one call on the current stream. Other ranks call alike: the first one makes all begin together."""
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(_AHEAD_CYCLES)
+        call()
+        begin.record()
+        for _ in range(calls):
+            call()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) * 1e3 / calls
 
     def synchronize(self, device: torch.device | None) -> None:
         if torch.cuda.is_available():
@@ -70,6 +95,9 @@ class Runtime:
 
     def all_reduce(self, *args: Any) -> None:
         torch.ops.tpkernels.fused_matmul_all_reduce(*args)
+
+    def reduce_small(self, *args: Any) -> None:
+        torch.ops.tpkernels.fused_all_reduce(*args)
 
     def fault(self) -> str:
         """What a stopped launch has left, in words; host memory, so it can be read when CUDA is lost."""

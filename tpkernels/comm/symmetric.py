@@ -13,10 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tpkernels.comm.renumbered import Renumbered
 from tpkernels.errors import ArgumentError, BackendError
 from tpkernels.ops._groups import Group
 
 BACKENDS = ("CUDA", "NVSHMEM")
+_stores: list[Renumbered] = []
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,9 @@ def map_ranks(memory: Tensor, group: Group, name: str) -> Mapping:
     symm_mem = _module(memory.device)
     implementation: Any = vars(symm_mem)["_SymmetricMemory"]
     c10d: Any = vars(dist.distributed_c10d)
-    store: Any = vars(dist)["PrefixStore"](name, c10d["_get_process_group_store"](group.process_group))
+    prefixed = vars(dist)["PrefixStore"](name, c10d["_get_process_group_store"](group.process_group))
+    store = Renumbered(prefixed)
+    _stores.append(store)  # torch keeps no more than the half of it that is C++
     c10d["_register_process_group"](name, group.process_group)  # torch 2.11 looks for the group, too
     implementation.set_group_info(name, group.rank, group.world, store)
     handle: Any = implementation.rendezvous(memory, name)

@@ -82,7 +82,8 @@ def pitch(n: int, itemsize: int) -> int:
 
 
 def ensure(group: Group, device: torch.device, kind: str, size: int) -> Workspace:
-    """The workspace of a kind ("gather", "scatter", "sum"), of at least ``size`` bytes. Collective where it grows."""
+    """The workspace of a kind ("gather", "scatter", "sum", "small"), of at least ``size`` bytes. Collective where it
+    grows."""
     with _lock:
         capturing = runtime.active.capturing()
         if not capturing:
@@ -99,10 +100,16 @@ def ensure(group: Group, device: torch.device, kind: str, size: int) -> Workspac
                     "call once before the capture, or call tpk.reserve(...)."
                 )
             space = None  # nor may we hold what _grow frees
-            space = _grow(group, device, kind, grown(size))
+            space = _grow(group, device, kind, _up(size, _GRANULE) if kind == "small" else grown(size))
         if capturing:
             space.captured = True
         return space
+
+
+def present(group: Group, device: torch.device, kind: str) -> int:
+    """Bytes of the workspace that a group has of that kind; 0: none."""
+    space = _spaces.get((group.name, device, kind))
+    return space.size if space is not None and space.group() is group.process_group else 0
 
 
 def reserve(group: Group, device: torch.device, sizes: dict[str, int]) -> None:
@@ -140,7 +147,7 @@ def _grow(group: Group, device: torch.device, kind: str, size: int) -> Workspace
 
     def allocate() -> Tensor:
         memory = active.allocate(size, device)
-        memory[:PAGE_BYTES].zero_()
+        memory[: size if kind == "small" else PAGE_BYTES].zero_()  # small: epochs lie among the data
         active.synchronize(device)
         return memory
 

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpkernels.comm import fused
+from tpkernels.comm import auto, fused
+from tpkernels.comm.auto import Asked
 from tpkernels.ops import _agreement, _checks, _collectives, _groups, _paths
 from tpkernels.ops._groups import Group
 from tpkernels.ops._matmul import weight_grad
@@ -55,7 +56,15 @@ def _plan_gather(
         request, transport, group.name, group.world, a_shard.device.type, a_shard.dtype, dtype
     )
     choice = _paths.choose_gemm(request, a_shard.device.type, a_shard.dtype)
-    return Plan(group, dim, rows, dtype, transport, choice, by_weight)
+    return Plan(group, dim, rows, dtype, transport, choice, by_weight, request.open)
+
+
+def _asked(a_shard: Tensor, bs: Sequence[Tensor], plan: Plan) -> tuple[Asked, list[int]]:
+    """The call as path "auto" sees it, and rows of every shard."""
+    ns = tuple(b.shape[1] for b in bs)
+    others = math.prod(n for d, n in enumerate(a_shard.shape[:-1]) if d != plan.dim)
+    asked = Asked("all_gather_matmul", (a_shard.shape[-1],), ns, a_shard.dtype, plan.out_dtype)
+    return asked, [size * others for size in plan.sizes]
 
 
 def _gathered_shape(a_shard: Tensor, dim: int, sizes: Sequence[int]) -> list[int]:
@@ -87,6 +96,8 @@ def _all_gather_matmul(
         )
 
     def facts(plan: Plan) -> _agreement.Facts:
+        asked, rows = _asked(a_shard, bs, plan)
+        chooses = plan.open and auto.arises(asked, rows, group, a_shard.device, plan.transport)
         other = [n for d, n in enumerate(a_shard.shape) if d != plan.dim]
         return {
             "a_shard's dtype": str(a_shard.dtype),
@@ -95,9 +106,16 @@ def _all_gather_matmul(
             "shard_sizes (or the equal sizes that None stands for)": plan.sizes,
             "gradients wanted (a_shard, any b)": grads_wanted([a_shard], bs),
             "path 'fused'": plan.transport == _paths.FUSED,
+            "path 'auto', and out_dtype": [chooses, chooses and str(plan.out_dtype)],
         }
 
     plan = _agreement.validated("all_gather_matmul", group, a_shard, validate, facts)
+    if plan.open:
+        asked, rows = _asked(a_shard, bs, plan)
+        transport, choice = _paths.choose_fused(
+            asked, rows, group, a_shard.device, plan.transport, plan.choice
+        )
+        plan = plan._replace(transport=transport, choice=choice)
     want_gathered = return_gathered or save_gathered
     if plan.transport == _paths.FUSED:
         made = fused.all_gather_matmul(

@@ -1,7 +1,8 @@
 """Which path an operation takes: how it is asked for, how it is chosen, and what really ran.
 
 A path is ``transport+gemm``. ``transport`` carries data between ranks ("nccl", "gloo"; "none" for a local
-product; "fused" for rows that travel while "streamk" multiplies, see :mod:`tpkernels.comm`), ``gemm`` multiplies:
+product; "fused" for rows that travel while "streamk" multiplies, see :mod:`tpkernels.comm`), ``gemm`` multiplies.
+For a small all-reduce "fused" is a kernel behind the product, which is made as on path "auto".
 
 ========  ======  =====================================================================
 gemm      device  what it is
@@ -15,7 +16,7 @@ blas      cpu     torch's own product
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -23,8 +24,10 @@ from typing import NamedTuple
 import torch
 
 from tpkernels import _extensions
-from tpkernels.comm import conditions, runtime
+from tpkernels.comm import auto, conditions, runtime
+from tpkernels.comm.auto import Asked
 from tpkernels.errors import ArgumentError, BackendError
+from tpkernels.ops._groups import Group
 
 GEMMS = {"cuda": ("streamk", "cublas"), "cpu": ("streamk", "blas"), "meta": ("streamk", "cublas", "blas")}
 FUSED = "fused"
@@ -36,11 +39,20 @@ STREAMK_DTYPES = {
 
 
 class Request(NamedTuple):
-    """A parsed ``path`` argument; ``None`` leaves the choice open. ``source`` is what errors name."""
+    """A parsed ``path`` argument; ``None`` leaves the choice open. ``source`` is what errors name.
+
+    ``named``: whether the product was, or follows from the transport.
+    """
 
     transport: str | None
     gemm: str | None
     source: str = "path"
+    named: bool = True
+
+    @property
+    def open(self) -> bool:
+        """Whether all is left open: then an operation may be fused where that should pay."""
+        return self.transport is None and self.gemm is None
 
 
 class Choice(NamedTuple):
@@ -70,7 +82,10 @@ class PathRecord:
 
     @property
     def path(self) -> str:
-        """The path in the form that the ``path`` argument takes, such as ``"nccl+streamk"``."""
+        """The path in the form that the ``path`` argument takes, such as ``"nccl+streamk"``.
+
+        But ``"fused+cublas"`` (a small all-reduce behind cuBLAS) is asked for as ``"fused"``.
+        """
         parts = [part for part in (self.transport, self.gemm) if part != "none"]
         return "+".join(parts) or "none"
 
@@ -151,7 +166,7 @@ def parse(path: str, device_type: str, *, distributed: bool) -> Request:
     if not distributed:
         # TPK_PATH=nccl+cublas means cublas for a local product; a transport alone means our own kernel.
         transport = None
-    return Request(transport, gemm or "streamk", name)
+    return Request(transport, gemm or "streamk", name, gemm is not None)
 
 
 def choose_transport(
@@ -177,6 +192,21 @@ def choose_transport(
         if missing is not None:
             raise BackendError(f"{request.source}: 'fused' was asked for, but {missing}; use 'auto'.")
     return FUSED
+
+
+def choose_fused(
+    asked: Asked, rows: Sequence[int], group: Group, device: torch.device, transport: str, choice: Choice
+) -> tuple[str, Choice]:
+    """Transport and product of a call that is fused where that should pay; the same on every rank.
+
+    All ranks have to come here, as :func:`tpkernels.comm.auto.decide` says.
+    """
+    decision = auto.decide(asked, rows, group, device, transport, choice.gemm)
+    if decision is None:
+        return transport, choice
+    if decision.fused:
+        return FUSED, Choice("streamk", decision.why)
+    return transport, Choice(choice.gemm, decision.why)
 
 
 def check_transport(request: Request, transport: str, group_name: str) -> None:
@@ -205,6 +235,11 @@ def choose_gemm(request: Request, device_type: str, dtype: torch.dtype) -> Choic
     if device_type == "cuda":
         return Choice(library, f"{library} is the default; path='streamk' takes our kernel")
     return Choice(library, f"{library} is faster here than the portable Stream-K kernel")
+
+
+def choose_behind(request: Request, device_type: str, dtype: torch.dtype) -> Choice:
+    """Who multiplies in front of a small all-reduce on path "fused": unless named, as on path "auto"."""
+    return choose_gemm(request if request.named else Request(None, None), device_type, dtype)
 
 
 def streamk_missing(device_type: str, dtype: torch.dtype) -> str | None:

@@ -15,7 +15,7 @@ from tpkernels.ops._matmul import preact_grad, product, sum_rows
 
 
 class Plan(NamedTuple):
-    """A checked call; ``dim`` and ``sizes`` describe the gather, where there is one."""
+    """A checked call; ``dim`` and ``sizes`` describe the gather, where there is one; ``open``: path is "auto"."""
 
     group: Group
     dim: int
@@ -24,6 +24,7 @@ class Plan(NamedTuple):
     transport: str
     choice: _paths.Choice
     biases: list[Tensor | None]
+    open: bool = False
 
 
 def validate_products(

@@ -17,13 +17,15 @@ residual of matmul_all_reduce. The residual of matmul_reduce_scatter is sharded 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tpkernels.comm import fused
+from tpkernels.comm import auto, fused, small
+from tpkernels.comm.auto import Asked
 from tpkernels.errors import ArgumentError, ShapeError
 from tpkernels.ops import _agreement, _checks, _collectives, _gemm, _groups, _paths
 from tpkernels.ops._groups import Group
@@ -40,6 +42,8 @@ class _Plan(NamedTuple):
     out_dtype: torch.dtype
     transport: str
     choice: _paths.Choice
+    open: bool  # path is "auto"
+    small: _paths.Choice  # the product in front of a small all-reduce, if that is fused
 
 
 def _plan(
@@ -81,7 +85,39 @@ def _plan(
         request, transport, group.name, group.world, a.device.type, a.dtype, dtype
     )
     choice = _paths.choose_gemm(request, a.device.type, a.dtype)
-    return _Plan(group, dim, sizes, shape, dtype, transport, choice)
+    behind = _paths.choose_behind(request, a.device.type, a.dtype)
+    return _Plan(group, dim, sizes, shape, dtype, transport, choice, request.open, behind)
+
+
+def _asked(op: str, as_: Sequence[Tensor], bs: Sequence[Tensor], plan: _Plan) -> tuple[Asked, list[int]]:
+    """The call as path "auto" sees it, and rows of every shard."""
+    asked = Asked(op, tuple(a.shape[-1] for a in as_), (bs[0].shape[1],), as_[0].dtype, plan.out_dtype)
+    if op == "matmul_all_reduce":
+        return asked, _groups.shard_sizes(math.prod(plan.shape[:-1]), plan.group.world)
+    others = math.prod(n for d, n in enumerate(plan.shape[:-1]) if d != plan.dim)
+    return asked, [size * others for size in plan.sizes]
+
+
+def _may_fuse(op: str, plan: _Plan, as_: Sequence[Tensor], bs: Sequence[Tensor]) -> _Plan:
+    """The plan that path "auto" comes to."""
+    if not plan.open:
+        return plan
+    asked, rows = _asked(op, as_, bs, plan)
+    transport, choice = _paths.choose_fused(
+        asked, rows, plan.group, as_[0].device, plan.transport, plan.choice
+    )
+    return plan._replace(transport=transport, choice=choice)
+
+
+def _small(plan: _Plan) -> tuple[_Plan, str | None]:
+    """The plan of an all-reduce, and by which way of :mod:`comm.small` its product is summed, if by one."""
+    if plan.transport != _paths.FUSED:
+        return plan, None
+    way = small.way_of(math.prod(plan.shape) * plan.out_dtype.itemsize, plan.group.world)
+    if way is None:
+        return plan, None
+    why = plan.choice.why if plan.open else plan.small.why
+    return plan._replace(choice=_paths.Choice(plan.small.gemm, why)), way
 
 
 def _own_shape(plan: _Plan) -> list[int]:
@@ -100,14 +136,21 @@ def _partial(plan: _Plan, as_: Sequence[Tensor], bs: Sequence[Tensor]) -> Tensor
     return total
 
 
-def _note(op: str, plan: _Plan, as_: Sequence[Tensor], bs: Sequence[Tensor]) -> None:
+def _note(op: str, plan: _Plan, as_: Sequence[Tensor], bs: Sequence[Tensor], way: str | None = None) -> None:
     detail = ", ".join(_gemm.describe(a, b) for a, b in zip(as_, bs, strict=True))
+    if way is not None:
+        detail += f"; {way}"
     transport = plan.transport if plan.group.world > 1 else "none"
     _paths.record(op, transport, plan.choice.gemm, detail, plan.choice.why)
 
 
 def _facts(
-    as_: Sequence[Tensor], bs: Sequence[Tensor], plan: _Plan, bias: Tensor | None, residual: Tensor | None
+    op: str,
+    as_: Sequence[Tensor],
+    bs: Sequence[Tensor],
+    plan: _Plan,
+    bias: Tensor | None,
+    residual: Tensor | None,
 ) -> dict[str, object]:
     return {
         "a's dtype": str(as_[0].dtype),
@@ -116,6 +159,8 @@ def _facts(
         "bias given": bias is not None,
         "residual given": residual is not None,
         "path 'fused'": plan.transport == _paths.FUSED,
+        "path 'auto'": plan.open
+        and auto.arises(*_asked(op, as_, bs, plan), plan.group, as_[0].device, plan.transport),
         "gradients wanted (any a, any b, bias)": grads_wanted(as_, bs, [] if bias is None else [bias]),
     }
 
@@ -144,11 +189,12 @@ def _matmul_reduce_scatter(
         _sample(a),
         validate,
         lambda plan: {
-            **_facts(a, b, plan, bias, residual),
+            **_facts("matmul_reduce_scatter", a, b, plan, bias, residual),
             "scatter_dim": plan.dim,
             "shard_sizes (or those that None stands for)": plan.sizes,
         },
     )
+    plan = _may_fuse("matmul_reduce_scatter", plan, a, b)
     if plan.transport == _paths.FUSED:
         out = fused.matmul_reduce_scatter(
             group, a, b, bias, residual, plan.dim, plan.sizes, out_dtype=plan.out_dtype
@@ -195,15 +241,23 @@ def _matmul_all_reduce(
         return plan
 
     plan = _agreement.validated(
-        "matmul_all_reduce", group, _sample(a), validate, lambda plan: _facts(a, b, plan, bias, residual)
+        "matmul_all_reduce",
+        group,
+        _sample(a),
+        validate,
+        lambda plan: _facts("matmul_all_reduce", a, b, plan, bias, residual),
     )
-    if plan.transport == _paths.FUSED:
+    plan, way = _small(_may_fuse("matmul_all_reduce", plan, a, b))
+    if way is not None:
+        partial = _partial(plan, a, b).to(plan.out_dtype)
+        out = fused.all_reduce(group, partial, bias, residual, way)
+    elif plan.transport == _paths.FUSED:
         out = fused.matmul_all_reduce(group, a, b, bias, residual, out_dtype=plan.out_dtype)
     else:
         out = _collectives.all_reduce_sum(
             _partial(plan, a, b), group, plan.out_dtype, bias=bias, residual=residual
         )
-    _note("matmul_all_reduce", plan, a, b)
+    _note("matmul_all_reduce", plan, a, b, way)
     return out
 
 

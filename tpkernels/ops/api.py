@@ -137,6 +137,8 @@ def all_gather_matmul(
             backward pass: world times the memory for one collective less.
         save_preact: as in :func:`matmul`.
         path: "auto", a transport ("nccl", "gloo": with our kernel), "<transport>+<gemm>", a gemm alone, or "fused".
+            "auto" takes "fused" where that should be faster than "nccl+cublas" (see :func:`tpkernels.calibrate`); the
+            environment variable TPK_PATH replaces it. All ranks give the same.
 
     Returns:
         [..., N] with the gathered rows; a list if ``b`` is a list; ``(that, gathered)`` if ``return_gathered``.

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpkernels.comm import described
+from tpkernels.comm import auto, described, small
+from tpkernels.comm.auto import Asked
 from tpkernels.errors import ArgumentError
 from tpkernels.ops import _collectives, _gemm, _groups, _paths, _plans, api
 from tpkernels.ops._arrays import tensor
@@ -26,7 +27,7 @@ class Explanation:
         op: the operation.
         path: transport and product, as the ``path`` argument takes it.
         product: sizes of the product on this rank (the first, if there are several).
-        why: reason for the choice of the product's implementation.
+        why: reason for the choice; where path "auto" may fuse, with the predicted times of both paths.
         wire_bytes: bytes that this rank receives from others in the forward pass.
         plan: how the Stream-K kernel would cut this product (schedule, tile of a CTA, cluster, workers, splits,
             predicted time), whether or not the path uses it; None where no such kernel takes this dtype. A cluster
@@ -108,21 +109,33 @@ def explain(op: str, a: Any, b: Any, group: _groups.GroupLike = None, **options:
         dim = options.get("gather_dim", 0) % operand.dim()
         shape[dim] = out.shape[dim]
     whole = torch.empty(shape, dtype=operand.dtype, device="meta")
-    prefix, wire, transfers = "", 0, ""
+    prefix, wire, transfers, decision, way = "", 0, "", None, None
+    choice = _paths.choose_gemm(request, device, operand.dtype)
     if members is not None and members.world > 1 and op != "matmul_replicated":
         transport = _groups.transport_of(members, torch.device(device), "a")
         if op in described.OPS:
-            place, dtypes, rows = _place(operand, device), (operand.dtype, out.dtype), math.prod(shape[:-1])
-            transfers = described.transfers(op, request, members, place, dtypes, rows)
-        if request.transport == _paths.FUSED:
+            place, rows = _place(operand, device), _rows(op, operand, members, options)
+            asked = _asked(op, a, b, out.dtype)
+            if request.open:
+                decision = auto.foresee(asked, rows, members, place, transport, choice.gemm)
+            transfers = described.transfers(asked, rows, request, members, place, decision)
+        if decision is not None:
+            choice = _paths.Choice("streamk" if decision.fused else choice.gemm, decision.why)
+        if request.transport == _paths.FUSED or (decision is not None and decision.fused):
             transport = _paths.FUSED
+            if op == "matmul_all_reduce":
+                way = small.way_of(out.numel() * out.element_size(), members.world)
         else:
             _paths.check_transport(request, transport, members.name)
         prefix = f"{transport}+"
         wire = _wire_bytes(op, operand, out, members, options, padded=transport != _paths.FUSED)
-    choice = _paths.choose_gemm(request, device, operand.dtype)
+        if way is not None:
+            behind = _paths.choose_behind(request, device, operand.dtype)
+            choice = behind if decision is None else choice._replace(gemm=behind.gemm)
+            wire = small.wire_bytes(way, out.numel() * out.element_size(), members.world)
     name = prefix + choice.gemm
     sizes = _gemm.describe(whole, weight, gated=options.get("gate") is not None)
+    sizes += f"; {way}" if way is not None else ""
     if operand.dtype not in _paths.STREAMK_DTYPES.get(device, ()):
         return Explanation(op, name, sizes, choice.why, wire, transfers=transfers)
     product = _product(whole, weight, _follows(op, operand, weight, options))
@@ -165,6 +178,27 @@ def _place(operand: Tensor, device: str) -> torch.device:
         return operand.device
     indexed = device == "cuda" and torch.cuda.is_available()
     return torch.device(device, torch.cuda.current_device()) if indexed else torch.device(device)
+
+
+def _rows(op: str, a: Tensor, members: _groups.Group, options: dict[str, Any]) -> list[int]:
+    """Rows of every rank's shard, of all leading dimensions."""
+    if op == "matmul_all_reduce":
+        return _groups.shard_sizes(math.prod(a.shape[:-1]), members.world)
+    gather = op == "all_gather_matmul"
+    dim = options.get("gather_dim" if gather else "scatter_dim", 0) % a.dim()
+    sizes = options.get("shard_sizes")
+    if sizes is None:
+        sizes = [a.shape[dim]] * members.world if gather else _groups.shard_sizes(a.shape[dim], members.world)
+    others = math.prod(n for d, n in enumerate(a.shape[:-1]) if d != dim)
+    return [size * others for size in sizes]
+
+
+def _asked(op: str, a: Any, b: Any, out_dtype: torch.dtype) -> Asked:
+    """The call, as path choice sees it."""
+    operands, weights = _tensors("a", a), _tensors("b", b)
+    gather = op == "all_gather_matmul"
+    ns = tuple(w.shape[-1] for w in (weights if gather else weights[:1]))
+    return Asked(op, tuple(x.shape[-1] for x in operands), ns, operands[0].dtype, out_dtype)
 
 
 def _wire_bytes(

@@ -57,25 +57,47 @@ inline constexpr HopperCost kCostHopper{5.1,
                                          {0.874, 0.874, 0.884}},
                                         {2.15, 1.99, 5.62, 0.77, 0.43, 2.33}};
 
+// Copies to the peers by the copy engine, as a gather makes them: all ranks at once, one peer after the
+// other, beside a product.
+struct LinkCost {
+  double copy_us;          // a copy and its flag, beside what it moves
+  double bytes_per_us[3];  // what a GPU sends where it has one peer, up to three, more
+  double rate(int32_t world) const { return bytes_per_us[world <= 2 ? 0 : world <= 4 ? 1 : 2]; }
+};
+
+// One peer: `bench link` on two H200 (bench/results/2026-11-28_h200x2.jsonl), all_gather by the engine with
+// flags, 27 us for 8 MiB and 73 for 25. Up to three: the copies of path fused alone on four H200, 104 us for
+// 3 x 8 MiB, 345 for 12 x 8. More: eight H200, 7 x 25 MiB in 722 us.
+inline constexpr LinkCost kCostLink{5.0, {3.8e+05, 3.4e+05, 2.7e+05}};
+
+inline bool fits_l2(const Problem& p, const HopperCost& c) {
+  return (static_cast<double>(p.m) + p.n) * p.k * kElementBytes <= c.l2_bytes;
+}
+
 // What the workers of a streamed piece bring from device memory takes so much longer than an iteration: those
 // that stand at one depth of K share operands, the c of them in a square block sqrt(c) times each; those at
 // other depths do not.
+inline double starved_iter_us(const Piece& piece, TileId tile, ClusterShape cluster, double iter_us,
+                              const HopperCost& c) {
+  const TileShape shape = cluster_tile(tile, cluster);
+  const auto workers = static_cast<double>(piece.workers);
+  const double depths =
+      piece.granules > 0 ? std::min<double>(static_cast<double>(piece.granules), workers) : workers;
+  const double bytes = static_cast<double>(shape.bm + shape.bn) * kBK * kElementBytes * workers;
+  const double load_us = bytes / std::sqrt(workers / depths) / c.bytes_per_us;
+  return std::max(0.0, load_us - iter_us);
+}
+
 inline double starved_us(const Problem& p, const Schedule& s, TileId tile, ClusterShape cluster,
                          double iter_us, const HopperCost& c) {
-  const double operands = (static_cast<double>(p.m) + p.n) * p.k * kElementBytes;
-  if (operands <= c.l2_bytes) return 0;
-  const TileShape shape = cluster_tile(tile, cluster);
+  if (fits_l2(p, c)) return 0;
   double total = 0;
   for (int64_t i = 0; i < s.num_pieces; ++i) {
     const Piece& piece = s.pieces[i];
     if (piece.kind != PieceKind::kStreamed) continue;
     const auto workers = static_cast<double>(piece.workers);
-    const double depths =
-        piece.granules > 0 ? std::min<double>(static_cast<double>(piece.granules), workers) : workers;
-    const double bytes = static_cast<double>(shape.bm + shape.bn) * kBK * kElementBytes * workers;
-    const double load_us = bytes / std::sqrt(workers / depths) / c.bytes_per_us;
     const double iters = static_cast<double>(piece.num_tiles) * static_cast<double>(s.k_iters) / workers;
-    total += iters * std::max(0.0, load_us - iter_us);
+    total += iters * starved_iter_us(piece, tile, cluster, iter_us, c);
   }
   return total;
 }
@@ -87,9 +109,14 @@ struct Demands {
   bool outer_major = false;  // both operands
 };
 
-// running: clusters at work at once.
-inline double predict_us(const Problem& p, const Schedule& s, TileId tile, ClusterShape cluster,
-                         int64_t running, const Demands& demands, const HopperCost& c) {
+// What a worker's work is made of.
+struct WorkCost {
+  double iter;      // us
+  double epilogue;  // us, one tile
+  double part;      // size of a partial, in 32 Ki elements of a warpgroup pair
+};
+
+inline WorkCost work_cost(TileId tile, ClusterShape cluster, const Demands& demands, const HopperCost& c) {
   const int t = static_cast<int>(tile);
   const int shape = cluster_index(cluster);
   const double elements = static_cast<double>(kTileShapes[t].bm) * kTileShapes[t].bn / 32768;
@@ -99,6 +126,13 @@ inline double predict_us(const Problem& p, const Schedule& s, TileId tile, Clust
       c.epilogue_us[t] + (demands.finishes && !kIsPingpong[t] ? c.finish_us * elements : 0);
   const bool reads_slowly = demands.outer_major && tile == TileId::k128x128;
   const double iter = c.iter_us[t][shape] + (reads_slowly ? c.outer_us : 0);
+  return {iter, epilogue, part};
+}
+
+// What its longest worker takes. running: clusters at work at once.
+inline double work_us(const Problem& p, const Schedule& s, TileId tile, ClusterShape cluster, int64_t running,
+                      const Demands& demands, const HopperCost& c) {
+  const auto [iter, epilogue, part] = work_cost(tile, cluster, demands, c);
   const int64_t shares = s.workers <= running ? divided_shares(s) : 0;
   double work = 0;
   // The first workers have the most whole tiles, and shares differ by one granule or less: a few tell.
@@ -115,12 +149,24 @@ inline double predict_us(const Problem& p, const Schedule& s, TileId tile, Clust
     work = std::max(work, us);
   }
   work += starved_us(p, s, tile, cluster, iter, c);
-  work *= static_cast<double>(ceil_div(s.workers, std::max<int64_t>(1, running)));
+  return work * static_cast<double>(ceil_div(s.workers, std::max<int64_t>(1, running)));
+}
+
+// reread_bytes: brought from device memory beside every operand once.
+inline double total_us(const Problem& p, const Schedule& s, int64_t running, double work, double reread_bytes,
+                       const HopperCost& c) {
+  const int64_t shares = s.workers <= running ? divided_shares(s) : 0;
   const double bytes = static_cast<double>(p.batch) *
-                       ((static_cast<double>(p.m) + p.n) * p.k * kElementBytes + 2.0 * p.m * p.n);
+                           ((static_cast<double>(p.m) + p.n) * p.k * kElementBytes + 2.0 * p.m * p.n) +
+                       reread_bytes;
   const double memory = bytes / c.bytes_per_us;
   const double split = shares > 0 ? c.divided_us : s.num_slots > 0 ? c.split_launch_us : 0;
   return c.launch_us + split + std::max(work, memory) + c.overlap * std::min(work, memory);
+}
+
+inline double predict_us(const Problem& p, const Schedule& s, TileId tile, ClusterShape cluster,
+                         int64_t running, const Demands& demands, const HopperCost& c) {
+  return total_us(p, s, running, work_us(p, s, tile, cluster, running, demands, c), 0, c);
 }
 
 }  // namespace tpk::sm90a

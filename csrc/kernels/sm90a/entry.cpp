@@ -126,28 +126,39 @@ void fill_maps(GemmParams& p, const GemmCall& c, const Operands& o, const GemmPl
   p.batch_step_b = o.b.batch_step;
 }
 
-// A matrix of the own rows alone, addressed by row of M.
-template <class Strided>
-Strided by_row_of_m(Strided m, int32_t first) {
-  m.data = reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(m.data) - first * m.row_stride);
-  return m;
+// Blocks of own rows that are added: see owner.cuh. box_rows: 64, or of all parts of a tile. batches of
+// [rows, N], rows rounded up to 16 bytes.
+CUtensorMap addend_map(const void* data, ScalarKind kind, int64_t box_rows, int64_t rows, int64_t row_stride,
+                       int64_t batches, int64_t batch_stride) {
+  const TensorView view{
+      const_cast<void*>(data), row_stride / bytes_of(kind), rows, batches, row_stride, batch_stride};
+  return encode_tensor_map(view, kind, static_cast<uint32_t>(kSwizzleBytes / bytes_of(kind)),
+                           static_cast<uint32_t>(box_rows));
 }
 
-void fill_departure(GemmParams& p, const GemmCall& c) {
+void fill_departure(GemmParams& p, const GemmCall& c, TileId tile) {
   const DepartureHook& h = c.hooks->departure;
-  Problem q = c.problem;
+  const ScalarKind kind = c.out.kind;
   const int32_t first = h.ranks.begin(h.ranks.rank);
+  Problem q = c.problem;
   q.m = h.ranks.row_end[h.ranks.rank] - first;
-  p.departs = true;
-  p.own_rows = {first, static_cast<int32_t>(first + q.m), by_row_of_m(output_of(c.out, q), first),
-                h.addends_before};
+  p.departs = p.plain = true;
   p.out = output_of(h.others, c.problem);
-  p.out.aligned = true;  // rows have room for whole chunks
-  if (c.residual.data != nullptr) p.late[p.num_late++] = by_row_of_m(addend_of(c.residual, q), first);
-  p.plain = p.fast = false;
+  Output own = output_of(c.out, q);
+  own.data = reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(own.data) - first * own.row_stride);
+  own.aligned = p.out.aligned = true;  // rows have room for whole units
+  p.own_rows = {first, static_cast<int32_t>(first + q.m), own, h.ranks.world - 1};
+  if (q.m == 0) return;
+  // Parts of a tile follow each other where each is one block of 64 rows.
+  const int64_t parts = parts_per_cta(tile);
+  const int64_t box_rows = kTileShapes[static_cast<int>(tile)].bm == 64 * parts ? 64 * parts : 64;
+  p.map_slots = addend_map(h.slots, kind, box_rows, q.m, h.row_stride, h.ranks.world, h.slot_stride);
+  if (c.residual.data == nullptr) return;
+  p.map_residual = addend_map(c.residual.data, kind, box_rows, q.m, h.row_stride, 1, h.row_stride * q.m);
+  ++p.own_rows.addends;
 }
 
-void fill_epilogue(GemmParams& p, const GemmCall& c) {
+void fill_epilogue(GemmParams& p, const GemmCall& c, TileId tile) {
   const Problem& q = c.problem;
   p.out_kind = c.out.kind;
   if (c.hooks != nullptr) p.hooks = *c.hooks;
@@ -157,7 +168,7 @@ void fill_epilogue(GemmParams& p, const GemmCall& c) {
   p.bias_stride = c.problem.n > 1 ? c.bias.col_stride * bytes_of(c.bias.kind) : 0;
   p.activation = c.activation;
   p.alpha = c.alpha;
-  if (ranks_of(c.hooks).direction == Direction::kDeparture) return fill_departure(p, c);
+  if (ranks_of(c.hooks).direction == Direction::kDeparture) return fill_departure(p, c, tile);
   p.out = output_of(c.out, q);
   p.reduce = c.accumulate && c.out.kind == ScalarKind::kFp32 && p.out.aligned;
   const auto add_late = [&](const Matrix& m) {
@@ -184,10 +195,11 @@ void fill_doorbell_targets(GemmParams& p, const GemmPlan& plan) {
   int64_t begin = 0;
   for (int32_t c = 0; c < h.num_chunks; ++c) {
     const int64_t end = std::min<int64_t>(h.row_end[c], p.problem.m);
-    // Rows of tiles begin anew with every rank, or go through all of M.
-    const int64_t rows = end <= begin            ? 0
-                         : plan.blocks.count > 0 ? ceil_div(end - begin, tile.bm)
-                                                 : ceil_div(end, tile.bm) - begin / tile.bm;
+    // Rows of tiles begin anew with every rank, or go through all of M. A chunk has rows of one rank.
+    int64_t first = 0;
+    for (int32_t b = 0; b < plan.blocks.count && plan.blocks.row_begin[b] <= begin; ++b)
+      first = plan.blocks.row_begin[b];
+    const int64_t rows = end <= begin ? 0 : ceil_div(end - first, tile.bm) - (begin - first) / tile.bm;
     h.target[c] = static_cast<uint32_t>(rows * columns * units);
     begin = std::max(begin, end);
   }
@@ -273,7 +285,7 @@ void launch(const GemmCall& call, cudaStream_t stream, const Allocator& allocato
   p.timeout_ns = call.timeout_ns;
   p.fault = DeviceCache::instance().fault();
   fill_maps(p, call, prepared.operands, plan);
-  fill_epilogue(p, call);
+  fill_epilogue(p, call, plan.tile);
   fill_doorbell_targets(p, plan);
   fill_workspace(p, plan, allocator, stream);
 

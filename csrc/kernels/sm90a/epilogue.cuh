@@ -13,8 +13,9 @@ namespace tpk::sm90a {
 // A warp's part of the tile to memory, nothing but rounded, or added to what is there. row: its first row in
 // the output.
 template <class Tile>
-__device__ __forceinline__ void store_plain(const GemmParams& p, const WorkItem& item, int row,
-                                            const Accumulators<Tile>& acc, const StagingBuffer& staging) {
+__device__ __forceinline__ void store_plain(const GemmParams& p, const Output& to, const WorkItem& item,
+                                            int row, const Accumulators<Tile>& acc,
+                                            const StagingBuffer& staging) {
   const int rows = item.m_end;
   const int cols = static_cast<int>(p.problem.n);
 #pragma unroll
@@ -24,7 +25,7 @@ __device__ __forceinline__ void store_plain(const GemmParams& p, const WorkItem&
     for (int col = 0; col < Tile::kBN; col += 64) {
       if (item.n + col >= cols) break;
       const UnitPlace at{row, item.n + col, item.batch, rows, cols};
-      store_whole<32>(p.out, p.out_kind, p.reduce, at, &acc[block][col / 2], staging);
+      store_whole<32>(to, p.out_kind, p.reduce, at, &acc[block][col / 2], staging);
     }
   }
 }
@@ -184,19 +185,15 @@ __device__ __forceinline__ void store_finished(const GemmParams& p, const WorkIt
 template <class Tile>
 constexpr int kBellUnits = Tile::kAccumulators / 16;
 
-// Says that `units` of a warp's part of a tile are in memory: the last one of a chunk of rows rings its bell.
-__device__ __forceinline__ void ring_doorbells(const GemmParams& p, const WorkItem& item, int rows, int units,
-                                               int lane) {
+// Says that `units` of a tile of so many rows are in memory, after a fence of system scope behind all that
+// stored them: the last one of a chunk of rows rings its bell. One thread.
+__device__ __forceinline__ void count_stored(const GemmParams& p, const WorkItem& item, int rows, int units) {
   const DoorbellHook& h = p.hooks.doorbell;
-  if (item.n >= p.problem.n) return;  // a CTA of the cluster that has no columns
-  __threadfence_system();             // every lane's own stores
-  __syncwarp();
-  if (lane != 0) return;
   const int tile_end = min(item.m + rows, item.m_end);
   int begin = 0;
   for (int c = 0; c < h.num_chunks && begin < tile_end; ++c) {
     const int end = h.row_end[c];
-    if (end > item.m && end > begin && c != h.silent) {
+    if (end > item.m && end > begin && (c < h.silent_begin || c >= h.silent_end)) {
       const auto more = static_cast<uint32_t>(units);
       if (comm::add_acq_rel(h.counters + c, more) + more == h.target[c]) {
         h.counters[c] = 0;
@@ -205,6 +202,34 @@ __device__ __forceinline__ void ring_doorbells(const GemmParams& p, const WorkIt
     }
     begin = end;
   }
+}
+
+// For every tile of this CTA: waits until its warps have stored it, and says so to the device. One thread of
+// a warp of its own: the fence takes 4 us behind a tile's stores, which no warp that multiplies should wait
+// for.
+template <class Tile>
+__device__ __forceinline__ void run_ringer(const GemmParams& p, SharedStorage<Tile>& s) {
+  constexpr int kWarps = 4 * kPartsPerCta<Tile>;
+  ItemReader<Tile> items{s, {}};
+  while (true) {
+    const WorkItem& item = items.next();
+    if (item.iters == 0) break;
+    items.wait_stored();
+    if (item.slot < 0 && item.n < p.problem.n) {  // a CTA of the cluster may have no columns
+      __threadfence_system();
+      count_stored(p, item, Tile::kBM, kBellUnits<Tile> * kWarps);
+    }
+    items.release(true);
+  }
+}
+
+// A warp that has stored `units` of a tile which another one has the rest of rings for itself. All lanes.
+__device__ __forceinline__ void ring_doorbells(const GemmParams& p, const WorkItem& item, int rows, int units,
+                                               int lane) {
+  if (item.n >= p.problem.n) return;
+  __threadfence_system();  // every lane's own stores
+  __syncwarp();
+  if (lane == 0) count_stored(p, item, rows, units);
 }
 
 }  // namespace tpk::sm90a

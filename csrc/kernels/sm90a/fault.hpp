@@ -6,13 +6,24 @@
 
 namespace tpk::sm90a {
 
-enum class FaultKind : uint32_t { kNone, kFilling, kPartial, kChunk, kAddend, kConsumed, kResult };
+enum class FaultKind : uint32_t {
+  kNone,
+  kFilling,
+  kPartial,
+  kChunk,
+  kAddend,
+  kConsumed,
+  kResult,
+  kAllReduce
+};
 
 struct FaultRecord {
   uint32_t kind = 0;  // FaultKind; written last
   uint32_t cta = 0;
-  int32_t index = 0;  // of the partial tile, the chunk or the addend
-  int32_t part = 0;   // partial: the first one behind; chunk: slab; addend: row
+  // Of the partial tile, the chunk, the addend or the rank that it is of; all-reduce: of the word or packet.
+  int32_t index = 0;
+  // Partial: the first one behind; chunk: slab; addend: row; result: chunk; all-reduce: all_reduce::Word.
+  int32_t part = 0;
   int32_t peer = -1;  // the rank that did not come, where there are ranks
   uint32_t seen = 0;
   uint32_t expected = 0;
@@ -36,9 +47,12 @@ inline std::string fault_sentence(const FaultRecord& r) {
   } else if (kind == FaultKind::kChunk) {
     what = "slab " + part + " of chunk " + index + " of a";
   } else if (kind == FaultKind::kAddend) {
-    what = "row " + part + " of addend " + index;
+    what = "row " + part + " of what rank " + index + " adds";
   } else if (kind == FaultKind::kResult) {
-    what = "the sums of rank " + index;
+    what = "chunk " + part + ", sums of rank " + index;
+  } else if (kind == FaultKind::kAllReduce) {
+    const char* const words[] = {"the partial", "the sums", "a packet"};
+    what = std::string(words[r.part]) + " of an all-reduce, " + (r.part == 2 ? "packet " : "word ") + index;
   } else {
     what = "rank " + std::to_string(r.peer) + " to have read what it was sent before";
     cause = "It did not call, or it stands still.";

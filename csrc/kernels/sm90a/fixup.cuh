@@ -132,7 +132,7 @@ __device__ __forceinline__ void add_partials(SharedStorage<Tile>& s, int slots, 
       }
       --left;
       if (++in_stage == kChunksPerStage<Tile> || left == 0) {
-        fence_async_proxy();  // these reads, before the loads that TMA puts there
+        fence_async_proxy_shared();  // these reads, before the loads that TMA puts there
         __syncwarp();
         release_stage(s, stage.index);
         stage.advance();

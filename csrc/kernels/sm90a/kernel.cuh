@@ -8,8 +8,8 @@
 // other ranks: kernels/gemm_hooks.hpp), and bounded. The result depends on the schedule,
 // not on timing.
 //
-// Roles. Warpgroup 0: one thread schedules, one loads. Warpgroups 1 and 2 multiply and store, together
-// (cooperative) or in turn (pingpong).
+// Roles. Warpgroup 0: one thread schedules, one loads, one rings doorbells, a warp prefetches. Warpgroups 1
+// and 2 multiply and store, together (cooperative) or in turn (pingpong).
 #pragma once
 
 #include "kernels/sm90a/divided.cuh"
@@ -38,6 +38,11 @@ __device__ __forceinline__ void run_consumer(const GemmParams& p, SharedStorage<
     __syncwarp();
     items.release(threadIdx.x % 32 == 0);
   };
+  const auto finish = [&] {
+    __syncwarp();
+    if (p.hooks.doorbell.counters != nullptr && threadIdx.x % 32 == 0) items.say_stored();
+    items.release(threadIdx.x % 32 == 0);
+  };
   while (true) {
     const WorkItem& item = items.next();
     const int iters = item.iters;
@@ -49,12 +54,13 @@ __device__ __forceinline__ void run_consumer(const GemmParams& p, SharedStorage<
     if (p.bias != nullptr) load_bias<Tile::kBN>(p, item.n, s.bias[consumer], kOwnBarrier + consumer);
     if (Tile::kPingpong) named_sync(kTurnBarrier + consumer, 2 * kWarpgroup);
     const int slots = item.partials();
+    const int addends = item.addends;
     RingPosition<Tile::kStages> stage{item.stage, item.phase};
     const auto end_turn = [&] {
       if (Tile::kPingpong) named_arrive(kTurnBarrier + 1 - consumer, 2 * kWarpgroup);
     };
     mainloop<Tile, kElement, kMajorA, kMajorB>(acc, s, stage, iters, row, [&] {
-      if (slots == 0) end_turn();
+      if (slots + addends == 0) end_turn();
     });
 
     const int part = Tile::kPingpong ? 0 : consumer;
@@ -64,33 +70,28 @@ __device__ __forceinline__ void run_consumer(const GemmParams& p, SharedStorage<
       } else {
         publish_partial<Tile>(SlotView<Tile>(p, at), item.slot, part, acc, kOwnBarrier + consumer);
       }
-      release();
+      finish();
       continue;
     }
-    if (slots > 0) {
-      add_partials<Tile>(s, slots, part, stage, acc);
-      // Not before: the other's first stage comes behind these, and a barrier tells one phase from the next
-      // only.
-      end_turn();
+    if (slots > 0) add_partials<Tile>(s, slots, part, stage, acc);
+    if (addends > 0) {
+      if (p.out_kind == ScalarKind::kFp32) {
+        add_addends<Tile, true>(p, s, addends, part, stage, s.bias[consumer], acc);
+      } else {
+        add_addends<Tile, false>(p, s, addends, part, stage, s.bias[consumer], acc);
+      }
     }
+    // Not before: the other's first stage comes behind these, and a barrier tells one phase from the next
+    // only.
+    if (slots + addends > 0) end_turn();
     const StagingBuffer staging(s.staging[4 * consumer]);
     const int first = item.m + row + 16 * staging.warp;
-    // By the tile's rows, not its first one: a CTA of the cluster may have none of them, beyond their end.
-    const bool leaves = p.departs && (item.m_end <= p.own_rows.begin || item.m >= p.own_rows.end);
-    if (p.plain || leaves) {
-      store_plain<Tile>(p, item, first, acc, staging);
-    } else if (p.departs) {
-      if (p.out_kind == ScalarKind::kFp32) {
-        store_owned<Tile, true>(p, item, first, acc, s.bias[consumer], staging);
-      } else {
-        store_owned<Tile, false>(p, item, first, acc, s.bias[consumer], staging);
-      }
+    if (p.plain) {
+      store_plain<Tile>(p, addends > 0 ? p.own_rows.out : p.out, item, first, acc, staging);
     } else {
       store_finished<Tile>(p, item, first, acc, s.bias[consumer], staging);
     }
-    if (p.hooks.doorbell.counters != nullptr)
-      ring_doorbells(p, item, Tile::kBM, kBellUnits<Tile>, staging.lane);
-    release();
+    finish();
   }
 }
 
@@ -109,7 +110,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
                         static_cast<int>(rank) / cluster_m,
                         cluster_m,
                         p.cluster_n};
-  if (threadIdx.x == 0) init_barriers(s, at);
+  const bool bells = p.hooks.doorbell.counters != nullptr;
+  if (threadIdx.x == 0) init_barriers(s, at, (bells ? 1 : 0) + (p.departs ? 1 : 0));
   if (warp == 1) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     s.release_to[lane] =
@@ -127,6 +129,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     cutlass::arch::warpgroup_reg_dealloc<Tile::kProducerRegisters>();
     if (threadIdx.x == 0) run_loader<Tile, kMajorA, kMajorB>(p, s, at);
     if (threadIdx.x == 32) run_scheduler<Tile>(p, s, at);
+    if (threadIdx.x == 64 && bells) run_ringer<Tile>(p, s);
+    if (warp == 3 && p.departs) run_prefetcher<Tile>(p, s);
     __syncwarp();
   } else {
     cutlass::arch::warpgroup_reg_alloc<Tile::kConsumerRegisters>();

@@ -6,6 +6,7 @@
 
 #include "kernels/sm90a/fault.cuh"
 #include "kernels/sm90a/fixup.cuh"
+#include "kernels/sm90a/owner.cuh"
 #include "kernels/sm90a/scheduler.cuh"
 
 namespace tpk::sm90a {
@@ -87,6 +88,7 @@ __device__ __forceinline__ void run_loader(const GemmParams& p, SharedStorage<Ti
   prefetch_map(first_b);
   wait_for_earlier_kernels();
   if (p.shares > 0 && at.rank == 0) comm::take_ticket(p.ticket);  // one more cluster has started
+  uint64_t seen = 0;                                              // chunks of own rows that came
   while (true) {
     const WorkItem item = items.next();  // a copy
     items.release(true);
@@ -116,6 +118,7 @@ __device__ __forceinline__ void run_loader(const GemmParams& p, SharedStorage<Ti
       stage.advance();
     }
     if (item.partials() > 0) load_partials<Tile>(p, s, at, item, stage);
+    if (item.addends > 0) load_addends<Tile>(p, s, item, stage, seen);
   }
 }
 

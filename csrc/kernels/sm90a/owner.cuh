@@ -1,197 +1,233 @@
-// Departure: the epilogue of a tile whose rows stay on this rank. It is the reduction: the accumulators are
-// still in registers, the other ranks' partials are added to them in the order of ranks.
+// Departure: a tile whose rows stay on this rank is given what the other ranks computed of it. The loading
+// thread waits for their rows and brings them in through the stages of the main loop, as it does with partial
+// tiles (fixup.cuh): blocks of 64 rows and 128 bytes for every warpgroup, each from all ranks in turn, so
+// that the consumers add them in the order of ranks, their own accumulators where their rank stands. Loads
+// by the consumers' own threads cost up to 100 us a tile: latency after latency.
 #pragma once
 
-#include "kernels/sm90a/epilogue.cuh"
+#include "kernels/sm90a/finish.cuh"
+#include "kernels/sm90a/fixup.cuh"
 
 namespace tpk::sm90a {
 
-// Waits (bounded) until every addend is there: what other ranks send arrives rank by rank, not tile by tile.
-// All lanes of a warp call it.
-__device__ __forceinline__ void wait_for_addends(const GemmParams& p, int row, int lane) {
-  const AddendHook& h = p.hooks.sum;
-  for (int i = lane; i < h.count; i += 32) {
-    const Addend& t = h.addends[i];
-    if (t.flags == nullptr) continue;
-    const uint32_t epoch = *static_cast<const volatile uint32_t*>(t.epoch);
-    wait_or_fail<comm::Scope::kSys>(t.flags, epoch, {p.timeout_ns, p.fault}, FaultKind::kAddend, i, row,
-                                    [&] { return i < p.own_rows.addends_before ? i : i + 1; });
-  }
-  __syncwarp();
-}
-
-// Asks for a warp's part of all addends, so that the loads to come find it in L2.
-template <class Tile>
-__device__ __forceinline__ void prefetch_addends(const GemmParams& p, const WorkItem& item, int row,
-                                                 int lane) {
-  const AddendHook& h = p.hooks.sum;
-  const int bytes = p.out_kind == ScalarKind::kFp32 ? 4 : 2;
-  const int lines = Tile::kBN * bytes / 128;  // of a row
-  const int end = static_cast<int>(p.problem.n) * bytes;
-#pragma unroll 1
-  for (int a = 0; a < h.count; ++a) {
-#pragma unroll 1
-    for (int i = lane; i < Tile::kBlocks * 16 * lines; i += 32) {
-      const int r = row + i / lines % 16 + i / (16 * lines) * 64;
-      const int at = item.n * bytes + i % lines * 128;
-      if (r >= item.m_end || at >= end) continue;
-      const char* from = static_cast<const char*>(h.addends[a].data) + r * h.addends[a].row_stride + at;
-      asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
+// Waits (bounded) until the rows [begin, end) of the own ones are here from every peer. seen: what has been
+// waited for, a bit for each word.
+__device__ __forceinline__ void wait_for_peers(const GemmParams& p, int begin, int end, uint64_t& seen) {
+  const DepartureHook& h = p.hooks.departure;
+  const uint32_t epoch = *static_cast<const volatile uint32_t*>(h.epoch);
+  int first = 0;
+  for (int c = 0; c < h.own_chunks && first < end; ++c) {
+    if (h.own_chunk_end[c] > begin) {
+      for (int peer = 0; peer < h.ranks.world; ++peer) {
+        const int word = peer * h.own_chunks + c;
+        if (peer == h.ranks.rank || (seen >> word & 1) != 0) continue;
+        wait_or_fail<comm::Scope::kSys>(h.arrived + word, epoch, {p.timeout_ns, p.fault}, FaultKind::kAddend,
+                                        peer, p.own_rows.begin + first, [&] { return peer; });
+        seen |= uint64_t{1} << word;
+      }
     }
+    first = h.own_chunk_end[c];
   }
 }
 
-// A warp's block of 16 rows and 16 columns, in lines: lane has 8 columns of one row. So what is added comes
-// in whole chunks of 16 bytes (in fp32 two), of several addends at once: one after the other their latencies
-// took longer than the tile's products.
-struct OwnPlace {
-  int row;
+// The blocks of an own tile's addends, in the order in which they are added: to(map, col, row, rank, part),
+// row counted from the first own one, for every box.
+struct AddendBlocks {
+  const GemmParams& p;
   int col;
-  int rows;
-  int cols;
+  int row;
+  int columns;  // of a block
+  int per_row;  // blocks of a tile's row
+  int addends;
+  int block = 0;
+  int addend = 0;
 
-  __device__ __forceinline__ OwnPlace(const UnitPlace& at, int block, int lane)
-      : row(at.row + lane / 2), col(at.col + 16 * block + 8 * (lane & 1)), rows(at.rows), cols(at.cols) {}
-  __device__ __forceinline__ bool exists() const { return row < rows && col < cols; }
-};
-
-using OwnValues = float[8];
-
-// v += the block's accumulators, which stage_fp32 has put into the warp's buffer.
-__device__ __forceinline__ void add_own(OwnValues& v, int block, const StagingBuffer& staging) {
-#pragma unroll
-  for (int j = 0; j < 2; ++j) {
-    const uint32_t from = staging.at(staging.lane / 2, 4 * block + 2 * (staging.lane & 1) + j);
-    float x[4];
-    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
-                 : "r"(from)
-                 : "memory");
-#pragma unroll
-    for (int n = 0; n < 4; ++n) v[4 * j + n] += x[n];
+  template <class Tile>
+  static __device__ __forceinline__ AddendBlocks of(const GemmParams& p, const WorkItem& item) {
+    const int columns = addend_columns(p.out_kind == ScalarKind::kFp32);
+    return {p, item.n, item.m - p.own_rows.begin, columns, Tile::kBN / columns, item.addends};
   }
-}
-
-// Chunks of one addend in flight.
-template <bool kWide>
-struct OwnChunks {
-  static constexpr int kParts = kWide ? 2 : 1;
-  uint4 x[kParts];
-
-  // Rows have room for whole chunks.
-  __device__ __forceinline__ void load(const char* from, const OwnPlace& at) {
+  // box(map, x, y, z) for every box of the next block, which all parts of the tile have.
+  template <class Tile, class Box>
+  __device__ __forceinline__ void next(const Box& box) {
+    const RankRows& ranks = p.hooks.departure.ranks;
+    const bool of_peer = addend < ranks.world - 1;
+    const CUtensorMap* map = of_peer ? &p.map_slots : &p.map_residual;
+    const int rank = of_peer ? addend + (addend >= ranks.rank ? 1 : 0) : 0;
+    const int x = col + block % per_row * columns;
+    const int y = row + block / per_row * 64;
+    // Rows of the parts follow each other where each has one block of 64.
+    constexpr int kBoxes = Tile::kBlocks == 1 ? 1 : kPartsPerCta<Tile>;
 #pragma unroll
-    for (int i = 0; i < kParts; ++i) {
-      x[i] = make_uint4(0, 0, 0, 0);
-      if (at.exists() && at.col + 4 * i < at.cols) x[i] = __ldcg(reinterpret_cast<const uint4*>(from) + i);
-    }
-  }
-  __device__ __forceinline__ void add_to(ScalarKind kind, OwnValues& sum) const {
-#pragma unroll
-    for (int i = 0; i < kParts; ++i) {
-      const uint32_t bits[4] = {x[i].x, x[i].y, x[i].z, x[i].w};
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        if constexpr (kWide) {
-          sum[4 * i + j] += __uint_as_float(bits[j]);
-        } else {
-          sum[2 * j] += unpack_low(kind, bits[j]);
-          sum[2 * j + 1] += unpack_high(kind, bits[j]);
-        }
-      }
+    for (int i = 0; i < kBoxes; ++i) box(map, x, y + i * Tile::kRows, rank);
+    if (++addend == addends) {
+      addend = 0;
+      ++block;
     }
   }
 };
 
-// The sum over all ranks in their order: the own accumulators where the own rank stands.
-template <bool kWide, int kAtOnce>
-__device__ __forceinline__ void sum_ranks(const GemmParams& p, const OwnPlace& at, int block, OwnValues& sum,
-                                          const StagingBuffer& staging) {
-  const AddendHook& h = p.hooks.sum;
-  const int64_t offset =
-      at.row * h.addends[0].row_stride + at.col * (kWide ? 4 : 2);  // the same in all of them
+// The loading thread's part.
+template <class Tile>
+__device__ __forceinline__ void load_addends(const GemmParams& p, SharedStorage<Tile>& s,
+                                             const WorkItem& item, RingPosition<Tile::kStages>& stage,
+                                             uint64_t& seen) {
+  const int row = item.m - p.own_rows.begin;
+  wait_for_peers(p, row, min(row + Tile::kBM, p.own_rows.end - p.own_rows.begin), seen);
+  fence_async_proxy();  // what was acquired, before TMA reads it
+  auto blocks = AddendBlocks::of<Tile>(p, item);
+  const int total = addend_blocks<Tile>(p.out_kind == ScalarKind::kFp32) * item.addends;
+  constexpr int kBoxBytes = (Tile::kBlocks == 1 ? kPartsPerCta<Tile> : 1) * kChunkBytes;
 #pragma unroll 1
-  for (int phase = 0; phase < 2; ++phase) {
-    const int end = phase == 0 ? p.own_rows.addends_before : h.count;
+  for (int done = 0; done < total; done += kChunksPerStage<Tile>) {
+    const int count = min(kChunksPerStage<Tile>, total - done);
+    s.empty_barrier(stage.index).wait(stage.phase ^ 1);
+    LoadBarrier& full = s.full_barrier(stage.index);
+    full.arrive_and_expect_tx(count * kPartsPerCta<Tile> * kChunkBytes);
+    auto* to = reinterpret_cast<unsigned char*>(&s.stages[stage.index]);
 #pragma unroll 1
-    for (int first = phase == 0 ? 0 : p.own_rows.addends_before; first < end; first += kAtOnce) {
-      OwnChunks<kWide> chunks[kAtOnce];
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        if (first + i < end) chunks[i].load(static_cast<const char*>(h.addends[first + i].data) + offset, at);
-      }
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        if (first + i < end) chunks[i].add_to(p.out_kind, sum);
-      }
+    for (int i = 0; i < count; ++i) {
+      blocks.template next<Tile>([&](const CUtensorMap* map, int x, int y, int z) {
+        tensor_load(to, map, x, y, z, full);
+        to += kBoxBytes;
+      });
     }
-    if (phase == 0) add_own(sum, block, staging);
+    stage.advance();
   }
 }
 
-// v += a buffer whose rows have room for whole chunks.
-template <bool kWide>
-__device__ __forceinline__ void add_own_late(const Addend& t, ScalarKind kind, const OwnPlace& at,
-                                             OwnValues& v) {
-  OwnChunks<kWide> chunks;
-  chunks.load(static_cast<const char*>(t.data) + at.row * t.row_stride + at.col * (kWide ? 4 : 2), at);
-  chunks.add_to(kind, v);
-}
-
-// Rows have room for whole chunks.
-template <bool kWide>
-__device__ __forceinline__ void store_own(const Output& to, ScalarKind kind, const OwnPlace& at,
-                                          const OwnValues& v) {
-  if (!at.exists()) return;
-  char* p = static_cast<char*>(to.data) + at.row * to.row_stride + at.col * (kWide ? 4 : 2);
-  if constexpr (kWide) {
-    *reinterpret_cast<float4*>(p) = make_float4(v[0], v[1], v[2], v[3]);
-    if (at.col + 4 < at.cols) *reinterpret_cast<float4*>(p + 16) = make_float4(v[4], v[5], v[6], v[7]);
-  } else {
-    *reinterpret_cast<uint4*>(p) = make_uint4(pack(kind, v[0], v[1]), pack(kind, v[2], v[3]),
-                                              pack(kind, v[4], v[5]), pack(kind, v[6], v[7]));
-  }
-}
-
-// A warp's part of an own tile: sums over all ranks, bias, residual, to memory. row: its first row.
-template <class Tile, bool kWide>
-__device__ __forceinline__ void store_owned(const GemmParams& p, const WorkItem& item, int row,
-                                            const Accumulators<Tile>& acc, const float* bias,
-                                            const StagingBuffer& staging) {
-  constexpr int kPerBlock = Tile::kBN / 32;
-  // Addends on their way at once: what registers allow.
-  constexpr int kAtOnce = kWide                                                 ? 1
-                          : Tile::kConsumerRegisters - Tile::kAccumulators < 80 ? 1
-                          : Tile::kBlocks == 1                                  ? 3
-                                                                                : 2;
-  wait_for_addends(p, row, staging.lane);
-  prefetch_addends<Tile>(p, item, row, staging.lane);
+// For every own tile: as soon as all peers have sent its rows, asks L2 for them, while the tile is still
+// being multiplied. All multiprocessors would else wait for device memory at the same time, at the end of
+// each wave of tiles: 25 us a tile with eight ranks. A warp of its own.
+template <class Tile>
+__device__ __forceinline__ void run_prefetcher(const GemmParams& p, SharedStorage<Tile>& s) {
+  const DepartureHook& h = p.hooks.departure;
+  const int lane = thread_number() % 32;
+  ItemReader<Tile> items{s, {}};
+  wait_for_earlier_kernels();  // the epoch
+  const uint32_t epoch = *static_cast<const volatile uint32_t*>(h.epoch);
+  while (true) {
+    const WorkItem& item = items.next();
+    if (item.iters == 0) break;
+    if (item.addends > 0) {
+      const int begin = item.m - p.own_rows.begin;
+      int first = 0;
+      for (int c = 0; c < h.own_chunks && first < begin + Tile::kBM; first = h.own_chunk_end[c++]) {
+        if (h.own_chunk_end[c] <= begin || lane >= h.ranks.world || lane == h.ranks.rank) continue;
+        // The loading thread bounds the same wait, and ends the launch.
+        const uint32_t* word = h.arrived + lane * h.own_chunks + c;
+        while (static_cast<int32_t>(comm::load_relaxed(word) - epoch) < 0) __nanosleep(500);
+      }
+      __syncwarp();
+      auto blocks = AddendBlocks::of<Tile>(p, item);
+      const int total = addend_blocks<Tile>(p.out_kind == ScalarKind::kFp32) * item.addends;
 #pragma unroll 1
-  for (int i = 0; i < Tile::kBlocks * kPerBlock; ++i) {
-    const int unit = i % kPerBlock;
-    const UnitPlace unit_at{row + 64 * (i / kPerBlock), item.n + 32 * unit, 0, item.m_end,
-                            static_cast<int>(p.problem.n)};
-    if (unit_at.row >= unit_at.rows || unit_at.col >= unit_at.cols) continue;
-    {
-      float fragments[16];
-      take_unit<Tile, false>(acc, i, 1.0f, fragments);
-      stage_fp32(staging, fragments);
+      for (int i = 0; lane == 0 && i < total; ++i) {
+        blocks.template next<Tile>(
+            [](const CUtensorMap* map, int x, int y, int z) { tensor_prefetch(map, x, y, z); });
+      }
     }
     __syncwarp();
-#pragma unroll 1
-    for (int block = 0; block < 2; ++block) {
-      const OwnPlace at(unit_at, block, staging.lane);
-      OwnValues sum = {};
-      sum_ranks<kWide, kAtOnce>(p, at, block, sum, staging);
-      if (p.bias != nullptr) {
-        const float* from = bias + 32 * unit + 16 * block + 8 * (staging.lane & 1);
+    items.release(lane == 0);
+  }
+}
+
+// Where 16 bytes number `unit` of a block's row lie: swizzled as TMA's 128-byte mode has it.
+__device__ __forceinline__ uint32_t block_unit(uint32_t block, int row, int unit) {
+  return block + row * kSwizzleBytes + ((unit ^ (row & 7)) << 4);
+}
+
+// v += a warp's 16 rows of a block of 64 columns of 2-byte elements, or of 32 of fp32.
+__device__ __forceinline__ void add_block(ScalarKind kind, uint32_t block, int warp, int lane,
+                                          float (&v)[32]) {
+  const int row = 16 * warp + lane % 16;
 #pragma unroll
-        for (int j = 0; j < 8; ++j) sum[j] += from[j];
+  for (int j = 0; j < 4; ++j) {
+    uint32_t bits[4];
+    load_matrix_x4(block_unit(block, row, 2 * j + lane / 16), bits);
+    if (kind == ScalarKind::kBf16) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        v[8 * j + 2 * i] += unpack_low(ScalarKind::kBf16, bits[i]);
+        v[8 * j + 2 * i + 1] += unpack_high(ScalarKind::kBf16, bits[i]);
       }
-      if (p.num_late > 0) add_own_late<kWide>(p.late[0], p.out_kind, at, sum);
-      store_own<kWide>(p.own_rows.out, p.out_kind, at, sum);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        v[8 * j + 2 * i] += unpack_low(ScalarKind::kFp16, bits[i]);
+        v[8 * j + 2 * i + 1] += unpack_high(ScalarKind::kFp16, bits[i]);
+      }
     }
-    __syncwarp();  // the buffer may be written again
+  }
+}
+__device__ __forceinline__ void add_block(ScalarKind, uint32_t block, int warp, int lane, float (&v)[16]) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const int row = 16 * warp + lane / 4 + i % 2 * 8;
+    const uint32_t from = block_unit(block, row, i / 2 * 2 + (lane & 3) / 2) + (lane & 1) * 8;
+    float x;
+    float y;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x), "=f"(y) : "r"(from) : "memory");
+    v[2 * i] += x;
+    v[2 * i + 1] += y;
+  }
+}
+
+// A consumer's place among the blocks that the loading thread brings.
+template <class Tile>
+struct BlockReader {
+  const GemmParams& p;
+  SharedStorage<Tile>& s;
+  RingPosition<Tile::kStages>& stage;
+  int part;
+  int left;
+  int in_stage = 0;
+
+  // v += the next block.
+  template <int kValues>
+  __device__ __forceinline__ void add_next(float (&v)[kValues]) {
+    if (in_stage == 0) s.full_barrier(stage.index).wait(stage.phase);
+    const uint32_t block =
+        shared_address(&s.stages[stage.index]) + (in_stage * kPartsPerCta<Tile> + part) * kChunkBytes;
+    add_block(p.out_kind, block, thread_number() / 32 % 4, thread_number() % 32, v);
+    --left;
+    if (++in_stage == kChunksPerStage<Tile> || left == 0) {
+      fence_async_proxy_shared();  // these reads, before the loads that TMA puts there
+      __syncwarp();
+      release_stage(s, stage.index);
+      stage.advance();
+      in_stage = 0;
+    }
+  }
+};
+
+// The consumers' part: acc = the sum over ranks, plus bias, plus residual. All 128 threads of a warpgroup
+// call it.
+template <class Tile, bool kWide>
+__device__ __forceinline__ void add_addends(const GemmParams& p, SharedStorage<Tile>& s, int addends,
+                                            int part, RingPosition<Tile::kStages>& stage, const float* bias,
+                                            Accumulators<Tile>& acc) {
+  constexpr int kColumns = addend_columns(kWide);
+  constexpr int kValues = kColumns / 2;
+  constexpr int kPerRow = Tile::kBN / kColumns;
+  const int peers = p.hooks.departure.ranks.world - 1;
+  const int before = p.hooks.departure.ranks.rank;
+  BlockReader<Tile> blocks{p, s, stage, part, addend_blocks<Tile>(kWide) * addends};
+#pragma unroll
+  for (int block = 0; block < addend_blocks<Tile>(kWide); ++block) {
+    auto& own = *reinterpret_cast<float (*)[kValues]>(&acc[block / kPerRow][block % kPerRow * kValues]);
+    const float* its_bias = bias + block % kPerRow * kColumns;
+    float sum[kValues] = {};
+#pragma unroll 1
+    for (int i = 0; i < before; ++i) blocks.add_next(sum);
+#pragma unroll
+    for (int j = 0; j < kValues; ++j) own[j] = sum[j] + own[j];
+#pragma unroll 1
+    for (int i = before; i < addends; ++i) {
+      if (i == peers && p.bias != nullptr) add_bias(its_bias, own, thread_number() % 32);
+      blocks.add_next(own);
+    }
+    if (addends == peers && p.bias != nullptr) add_bias(its_bias, own, thread_number() % 32);
   }
 }
 

@@ -28,8 +28,8 @@ struct Output {
 struct OwnRows {
   int32_t begin = 0;
   int32_t end = 0;
-  Output out;  // addressed by row of M
-  int32_t addends_before = 0;
+  Output out;           // addressed by row of M
+  int32_t addends = 0;  // that a tile of them is given: of each peer, and the residual
 };
 
 struct GemmParams {
@@ -37,7 +37,9 @@ struct GemmParams {
   CUtensorMap map_a;
   CUtensorMap map_b;
   CUtensorMap map_gate;
-  CUtensorMap map_own;  // arrival: A's own rows
+  CUtensorMap map_own;       // arrival: A's own rows
+  CUtensorMap map_slots;     // departure: what peers send of the own rows, [rank, own rows, N]
+  CUtensorMap map_residual;  // departure: [own rows, N]
 
   // 0 where a batch stride is 0 (one matrix for all): the map has one batch then.
   int32_t batch_step_a = 1;
@@ -48,7 +50,7 @@ struct GemmParams {
   bool gated = false;    // the first half of a tile's columns is A * gate, the second A * B
   bool plain = true;     // out = A * B, or out += A * B, and nothing else, in whole chunks of 16 bytes
   bool fast = false;     // out in whole lines, no preact, no peers, and nothing late but a staged residual
-  bool departs = false;  // neither: see own_rows
+  bool departs = false;  // see own_rows; then it is plain, too
   bool reduce = false;   // fp32: out += where it lies
   ScalarKind out_kind = ScalarKind::kBf16;  // of preact too
   ScalarKind bias_kind = ScalarKind::kBf16;

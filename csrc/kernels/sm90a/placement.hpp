@@ -26,22 +26,33 @@ enum class Direction : int32_t { kNone, kArrival, kDeparture };
 struct Ranks {
   Direction direction = Direction::kNone;
   RankRows rows;
+  int32_t together = 0;  // see DepartureHook
+  // Arrival: blocks of rows that land together, [chunk_end[c - 1], chunk_end[c]). None: all rows are there.
+  int32_t num_chunks = 0;
+  int32_t chunk_end[kMaxChunks] = {};
 
   // Equal for equal values.
   std::string key() const {
     std::string text(1, static_cast<char>('0' + static_cast<int>(direction)));
     if (direction == Direction::kNone) return text;
-    text += std::to_string(rows.rank);
+    text += std::to_string(rows.rank) + "/" + std::to_string(together);
     for (int32_t r = 0; r < rows.world; ++r) text += "," + std::to_string(rows.row_end[r]);
+    text += "/";
+    text.append(reinterpret_cast<const char*>(chunk_end), num_chunks * sizeof chunk_end[0]);
     return text;
   }
 };
 
 inline Ranks ranks_of(const GemmHooks* hooks) {
   if (hooks == nullptr) return {};
-  if (hooks->departure.ranks.world > 0) return {Direction::kDeparture, hooks->departure.ranks};
-  if (hooks->arrival.ranks.world > 0) return {Direction::kArrival, hooks->arrival.ranks};
-  return {};
+  if (hooks->departure.ranks.world > 0)
+    return {Direction::kDeparture, hooks->departure.ranks, hooks->departure.together};
+  const ArrivalHook& arrival = hooks->arrival;
+  if (arrival.ranks.world == 0 || arrival.landed) return {};
+  Ranks ranks{Direction::kArrival, arrival.ranks};
+  ranks.num_chunks = arrival.num_chunks;
+  std::copy(arrival.row_end, arrival.row_end + arrival.num_chunks, ranks.chunk_end);
+  return ranks;
 }
 
 struct Placement {
@@ -76,7 +87,12 @@ inline Placement place_tiles(const Problem& p, const TileShape& tile, const Rank
   }
   Problem whole = p;
   whole.m = int64_t{out.blocks.first_tile[ranks.rows.world]} * tile.bm;
-  const ShardedOrder sharded = make_departure_order(whole, tile, make_shard_map(sizes), ranks.rows.rank);
+  // Groups no higher than what leaves together, so that it is complete before the next begins.
+  constexpr int64_t kMostGroup = 8;
+  const int64_t group =
+      ranks.together > 0 ? max64(1, min64(kMostGroup, ranks.together / tile.bm)) : kMostGroup;
+  const ShardedOrder sharded =
+      make_departure_order(whole, tile, make_shard_map(sizes), ranks.rows.rank, group);
   out.order = sharded.order;
   out.shard_tiles = sharded.shard_tiles;
   out.first_own = out.order.size() - out.shard_tiles.back();

@@ -15,6 +15,7 @@
 #include "host/progress.hpp"
 #include "kernels/sm90a/config.hpp"
 #include "kernels/sm90a/cost.hpp"
+#include "kernels/sm90a/groups.hpp"
 #include "kernels/sm90a/placement.hpp"
 
 namespace tpk::sm90a {
@@ -44,6 +45,10 @@ inline Residency full_residency(int64_t multiprocessors) {
 // The columns of a gated tile are half gate, half b, and boxes of an outer-major b are 64 wide.
 inline bool takes_gate(TileId id) { return kTileShapes[static_cast<int>(id)].bn % 128 == 0; }
 
+// Adding what other ranks send takes registers beside the accumulators: tiles of 192 columns spill there,
+// which costs 15 % of a product with K = 6144.
+inline bool has_room_for_sums(TileId id) { return kTileShapes[static_cast<int>(id)].bn != 192; }
+
 inline bool is_tile_name(std::string_view text) {
   for (int t = 0; t < kNumTiles; ++t) {
     for (const ClusterShape c : kClusterShapes) {
@@ -54,39 +59,120 @@ inline bool is_tile_name(std::string_view text) {
   return false;
 }
 
-// The plan that the arguments name; predicted_us is infinite where no cluster of this shape fits.
-inline GemmPlan make_gemm_plan(const Problem& p, TileId tile, int cluster_index, ScheduleKind kind,
-                               int64_t workers, int64_t splits, const Demands& demands,
-                               const Residency& residency, const Ranks& ranks = {}) {
-  GemmPlan g;
-  g.tile = tile;
-  g.cluster = kClusterShapes[cluster_index];
-  TileShape shape = cluster_tile(tile, g.cluster);
-  if (demands.gated) shape.bn /= 2;
-  ScheduleOptions o;
-  const int64_t resident = residency.clusters[static_cast<int>(tile)][cluster_index];
-  o.workers = workers > 0 ? workers : max64(1, resident);
-  o.splits = splits;
-  const Placement placement = place_tiles(p, shape, ranks);
-  o.shard_tiles = placement.shard_tiles;
-  g.blocks = placement.blocks;
-  g.plan.tile = shape;
-  g.plan.kind = kind;
-  g.plan.order = placement.order;
-  g.plan.schedule = make_schedule(kind, g.plan.order.size(), iters_per_tile(p, shape), o);
-  const Schedule& s = g.plan.schedule;
-  // All workers must run at once: who waits for another rank keeps the next ticket from being taken.
-  if (ranks.direction == Direction::kDeparture) {
-    g.waits_safely = own_tiles_apart(s, placement.first_own) && s.workers <= max64(1, resident);
-  }
-  const Piece& last = s.pieces[max64(0, s.num_pieces - 1)];
-  g.plan.splits = last.granules > 0                                  ? last.granules
-                  : kind == ScheduleKind::kSplitK && s.num_slots > 0 ? s.workers / g.plan.order.size()
-                                                                     : 1;
-  g.plan.predicted_us =
-      predict_us(p, s, tile, g.cluster, min64(max64(1, resident), s.workers), demands, kCostHopper);
-  return g;
+// Kinds that an arrival cuts at few depths of K.
+inline bool is_aligned(ScheduleKind kind) {
+  return kind == ScheduleKind::kHybridAligned || kind == ScheduleKind::kOwnFirst ||
+         kind == ScheduleKind::kEveryShard;
 }
+
+// Plans of one tile and cluster. The problem, and all else that it is made of, must outlive it.
+class TilePlans {
+ public:
+  TilePlans(const Problem& p, TileId tile, int cluster_index, int64_t workers, const Demands& demands,
+            const Residency& residency, const Ranks& ranks)
+      : p_(p),
+        tile_(tile),
+        cluster_(kClusterShapes[cluster_index]),
+        demands_(demands),
+        direction_(ranks.direction),
+        resident_(max64(1, residency.clusters[static_cast<int>(tile)][cluster_index])),
+        workers_(workers > 0 ? workers : resident_) {
+    shape_ = cluster_tile(tile, cluster_);
+    if (demands.gated) shape_.bn /= 2;
+    placement_ = place_tiles(p, shape_, ranks);
+    if (ranks.num_chunks > 0) expect(ranks);
+  }
+
+  // Some rows are not there at once.
+  bool waits() const { return arrivals_.last > 0; }
+  // Taking rows group by group, as they arrive, may be worth it.
+  bool has_groups() const { return grouped_.order.num_bands > 1; }
+
+  // The plan that the arguments name, as if all rows were there.
+  GemmPlan make(ScheduleKind kind, int64_t splits) const {
+    GemmPlan g;
+    g.tile = tile_;
+    g.cluster = cluster_;
+    ScheduleOptions o;
+    o.workers = workers_;
+    o.splits = splits;
+    o.aligned = direction_ == Direction::kArrival;
+    const Placement& placement = grouped(kind) ? grouped_ : placement_;
+    o.shard_tiles = placement.shard_tiles;
+    g.blocks = placement.blocks;
+    g.plan.tile = shape_;
+    g.plan.kind = kind;
+    g.plan.order = placement.order;
+    g.plan.schedule = make_schedule(kind, g.plan.order.size(), iters_per_tile(p_, shape_), o);
+    const Schedule& s = g.plan.schedule;
+    // All workers must run at once: who waits for another rank keeps the next ticket from being taken.
+    if (direction_ == Direction::kDeparture) {
+      g.waits_safely = own_tiles_apart(s, placement.first_own) && s.workers <= resident_;
+    }
+    const Piece& last = s.pieces[max64(0, s.num_pieces - 1)];
+    g.plan.splits = last.granules > 0                                  ? last.granules
+                    : kind == ScheduleKind::kSplitK && s.num_slots > 0 ? s.workers / g.plan.order.size()
+                                                                       : 1;
+    const double work = work_us(p_, s, tile_, cluster_, running(s), demands_, kCostHopper);
+    g.plan.predicted_us = total_us(p_, s, running(s), work, reread_bytes(kind), kCostHopper);
+    return g;
+  }
+
+  // What it takes with the rows as they arrive: hardly less.
+  double predict_arrival(const GemmPlan& g) const {
+    const Schedule& s = g.plan.schedule;
+    const double work = simulate_us(s, step_cost(p_, s, tile_, cluster_, running(s), demands_, kCostHopper),
+                                    grouped(g.plan.kind) ? grouped_arrivals_ : arrivals_, running(s));
+    return total_us(p_, s, running(s), work, reread_bytes(g.plan.kind), kCostHopper);
+  }
+
+ private:
+  bool grouped(ScheduleKind kind) const { return waits() && kind == ScheduleKind::kEveryShard; }
+  int64_t running(const Schedule& s) const { return min64(resident_, s.workers); }
+
+  // Groups are taken one after the other, and each reads all of B.
+  double reread_bytes(ScheduleKind kind) const {
+    if (!waits() || fits_l2(p_, kCostHopper)) return 0;
+    const int64_t groups = kind == ScheduleKind::kEveryShard ? grouped_.order.num_bands
+                           : kind == ScheduleKind::kOwnFirst ? 2
+                                                             : 1;
+    return static_cast<double>(max64(0, groups - 1)) * bytes_of_b();
+  }
+  double bytes_of_b() const { return static_cast<double>(p_.batch) * p_.n * p_.k * kElementBytes; }
+
+  void expect(const Ranks& ranks) {
+    const TileOrder& order = placement_.order;
+    const auto row_at = row_arrivals(ranks, chunk_arrivals(ranks, p_.k, kCostLink), order.tiles_m, shape_.bm);
+    arrivals_ = tile_arrivals(order, row_at);
+    if (!waits()) return;
+    const auto [iter, epilogue, part] = work_cost(tile_, cluster_, demands_, kCostHopper);
+    const double least = fits_l2(p_, kCostHopper) ? 0 : bytes_of_b() / kCostHopper.bytes_per_us;
+    const GroupCost cost{workers_,
+                         iters_per_tile(p_, shape_),
+                         ScheduleOptions{}.min_iters,
+                         order.batch * order.tiles_n,
+                         iter,
+                         epilogue,
+                         kCostHopper.publish_us * part,
+                         kCostHopper.add_us * part,
+                         least};
+    grouped_ = place_groups(placement_, choose_groups(arrival_bands(order, row_at), cost));
+    grouped_arrivals_ = tile_arrivals(grouped_.order, row_at);
+  }
+
+  const Problem& p_;
+  TileId tile_;
+  ClusterShape cluster_;
+  const Demands& demands_;
+  Direction direction_;
+  int64_t resident_;  // clusters that run at once
+  int64_t workers_;
+  TileShape shape_;
+  Placement placement_;
+  TileArrivals arrivals_;
+  Placement grouped_;  // every_shard: what lands together may be taken together
+  TileArrivals grouped_arrivals_;
+};
 
 // The best plan of every tile and cluster that `tile` allows ("" allows all), cheapest first. schedule: a
 // name of host/schedule_builder.hpp or "auto". workers: tickets that run at once, 0 for as many as fit.
@@ -104,18 +190,32 @@ inline std::vector<GemmPlan> candidates(const Problem& p, std::string_view sched
       if (!tile.empty() && tile != full && tile != std::string_view(full).substr(0, full.find('/'))) continue;
       named = true;
       if (demands.gated && !takes_gate(id)) continue;
+      if (tile.empty() && ranks.direction == Direction::kDeparture && !has_room_for_sums(id)) continue;
       if (residency.clusters[t][c] < 1) continue;
       std::optional<GemmPlan> best;
+      const TilePlans plans(p, id, c, workers, demands, residency, ranks);
       const auto consider = [&](ScheduleKind kind, int64_t n) {
-        const GemmPlan plan = make_gemm_plan(p, id, c, kind, workers, n, demands, residency, ranks);
+        GemmPlan plan = plans.make(kind, n);
         if (!plan.waits_safely) return;
-        if (!best || plan.plan.predicted_us < best->plan.predicted_us) best = plan;
+        const auto is_best = [&] { return !best || plan.plan.predicted_us < best->plan.predicted_us; };
+        if (!is_best()) return;
+        if (plans.waits()) plan.plan.predicted_us = plans.predict_arrival(plan);
+        if (is_best()) best = plan;
       };
       if (schedule != "auto") {
-        consider(parse_schedule_kind(schedule), splits);
+        const ScheduleKind kind = parse_schedule_kind(schedule);
+        if (plans.waits() && splits == 1 && is_aligned(kind)) {
+          for (const int64_t n : kDepths) consider(kind, n);
+        } else {
+          consider(kind, splits);
+        }
       } else {
         consider(ScheduleKind::kDataParallel, 1);
-        for (const int64_t n : {1, 2, 3, 4, 5, 6, 7, 8, 11}) consider(ScheduleKind::kHybridAligned, n);
+        for (const int64_t n : kDepths) consider(ScheduleKind::kHybridAligned, n);
+        for (const int64_t n : kDepths) {
+          if (plans.waits()) consider(ScheduleKind::kOwnFirst, n);
+          if (plans.has_groups()) consider(ScheduleKind::kEveryShard, n);
+        }
       }
       if (best) {
         found.push_back(*best);

@@ -47,6 +47,10 @@ __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
 
 // Generic-proxy writes (or reads acquired from others) before later TMA accesses of this thread.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async;" ::: "memory"); }
+// The same for shared memory alone, which does not wait for what was stored to global memory.
+__device__ __forceinline__ void fence_async_proxy_shared() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
 
 // Barrier `id` (1 ... 15) among `threads` threads of the CTA.
 __device__ __forceinline__ void named_sync(int id, int threads) {
@@ -97,6 +101,12 @@ __device__ __forceinline__ void tensor_load(void* to, const CUtensorMap* map, in
       "[%2];" ::"r"(shared_address(to)),
       "l"(map), "r"(shared_address(&barrier)), "r"(x), "r"(y), "r"(z)
       : "memory");
+}
+// Asks for a box, so that a load to come finds it in L2.
+__device__ __forceinline__ void tensor_prefetch(const CUtensorMap* map, int x, int y, int z) {
+  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(map), "r"(x),
+               "r"(y), "r"(z)
+               : "memory");
 }
 __device__ __forceinline__ void tensor_load_multicast(void* to, const CUtensorMap* map, int x, int y, int z,
                                                       const LoadBarrier& barrier, uint16_t to_ctas) {

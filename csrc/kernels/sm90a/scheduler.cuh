@@ -31,6 +31,9 @@ __device__ __forceinline__ WorkItem make_item(const GemmParams& p, const Work& w
   item.slot = w.slot;
   item.first_slot = w.first_slot;
   item.end_slot = w.end_slot;
+  // By the tile's rows, not its first one: a CTA of the cluster may have none of them, beyond their end.
+  const bool stays = p.departs && item.m_end > p.own_rows.begin && item.m_end <= p.own_rows.end;
+  item.addends = stays && w.slot < 0 ? p.own_rows.addends : 0;
   return item;
 }
 
@@ -80,7 +83,8 @@ __device__ __forceinline__ void run_scheduler(const GemmParams& p, SharedStorage
   const auto push = [&](WorkItem item) {
     item.stage = stage.index;
     item.phase = stage.phase;
-    stage.advance(item.iters + fixup_stages<Tile>(item.partials()));
+    stage.advance(item.iters + fixup_stages<Tile>(item.partials()) +
+                  addend_stages<Tile>(item.addends, p.out_kind == ScalarKind::kFp32));
     s.item_empty_barrier(ring.index).wait(ring.phase ^ 1);
     s.items[ring.index] = item;
     s.item_full_barrier(ring.index).arrive();
@@ -110,11 +114,15 @@ struct ItemReader {
   uint32_t count = 0;
 
   // The next item, valid until it is released. All threads of a consumer warp, or the loading thread, call
-  // it.
+  // it, or who rings.
   __device__ __forceinline__ const WorkItem& next() {
     s.item_full_barrier(count % kItems).wait(count / kItems & 1);
     return s.items[count % kItems];
   }
+  // What a warp stored of the item is in memory, as far as this CTA sees. One thread of it calls.
+  __device__ __forceinline__ void say_stored() { s.stored_barrier(count % kItems).arrive(); }
+  // Waits until all warps have said so.
+  __device__ __forceinline__ void wait_stored() { s.stored_barrier(count % kItems).wait(count / kItems & 1); }
   // One thread of each reader says that the item is no longer needed.
   __device__ __forceinline__ void release(bool signals) {
     if (signals) s.item_empty_barrier(count % kItems).arrive();

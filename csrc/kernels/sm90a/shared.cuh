@@ -20,6 +20,7 @@ struct WorkItem {
   int32_t end_slot;
   int32_t stage;  // where its first stage stands in the ring, so that consumers keep no count of their own
   uint32_t phase;
+  int32_t addends;  // departure: matrices that an own tile is given; see owner.cuh
 
   // Finishes its tile by adding so many partials.
   __device__ __forceinline__ int partials() const {
@@ -40,6 +41,7 @@ struct alignas(1024) SharedStorage {
   uint64_t empty[Tile::kStages];  // released by the consumers that multicast reaches
   uint64_t item_full[kItems];
   uint64_t item_empty[kItems];
+  uint64_t stored[kItems];  // the item's tile is in memory, as far as this CTA's consumers see
   uint64_t ticket_full;
   uint64_t ticket_empty;
   WorkItem items[kItems];
@@ -52,6 +54,7 @@ struct alignas(1024) SharedStorage {
   __device__ Barrier& empty_barrier(int i) { return *reinterpret_cast<Barrier*>(&empty[i]); }
   __device__ Barrier& item_full_barrier(int i) { return *reinterpret_cast<Barrier*>(&item_full[i]); }
   __device__ Barrier& item_empty_barrier(int i) { return *reinterpret_cast<Barrier*>(&item_empty[i]); }
+  __device__ Barrier& stored_barrier(int i) { return *reinterpret_cast<Barrier*>(&stored[i]); }
   __device__ LoadBarrier& ticket_full_barrier() { return *reinterpret_cast<LoadBarrier*>(&ticket_full); }
   __device__ Barrier& ticket_empty_barrier() { return *reinterpret_cast<Barrier*>(&ticket_empty); }
 };
@@ -111,8 +114,22 @@ struct ClusterPlace {
   }
 };
 
+// Addends of an own tile come as blocks of 64 rows and 128 bytes, as large as a chunk. How many of the tile's
+// columns that is, and how many blocks of one addend a part of the tile has.
+constexpr int addend_columns(bool wide) { return wide ? 32 : 64; }
 template <class Tile>
-__device__ __forceinline__ void init_barriers(SharedStorage<Tile>& s, const ClusterPlace& at) {
+constexpr int addend_blocks(bool wide) {
+  return Tile::kBlocks * Tile::kBN / addend_columns(wide);
+}
+// Stages that adding so many takes.
+template <class Tile>
+__device__ __forceinline__ int addend_stages(int addends, bool wide) {
+  return (addend_blocks<Tile>(wide) * addends + kChunksPerStage<Tile> - 1) / kChunksPerStage<Tile>;
+}
+
+// readers: warps of the loading warpgroup that read items, beside the loading thread.
+template <class Tile>
+__device__ __forceinline__ void init_barriers(SharedStorage<Tile>& s, const ClusterPlace& at, int readers) {
   // Consumer warps that read one stage: of both warpgroups, or in turn of one.
   constexpr uint32_t kReaders = Tile::kPingpong ? 4 : 4 * Tile::kConsumers;
   for (int i = 0; i < Tile::kStages; ++i) {
@@ -121,7 +138,8 @@ __device__ __forceinline__ void init_barriers(SharedStorage<Tile>& s, const Clus
   }
   for (int i = 0; i < kItems; ++i) {
     s.item_full_barrier(i).init(1);
-    s.item_empty_barrier(i).init(1 + 4 * Tile::kConsumers);  // the loading thread and every consumer warp
+    s.item_empty_barrier(i).init(1 + 4 * Tile::kConsumers + readers);
+    s.stored_barrier(i).init(kReaders);
   }
   s.ticket_full_barrier().init(1);
   s.ticket_empty_barrier().init(at.size > 1 ? at.size - 1 : 1);

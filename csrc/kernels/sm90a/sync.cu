@@ -30,22 +30,51 @@ __global__ void __launch_bounds__(kSyncThreads) leave_kernel(const __grid_consta
   protocol::publish_consumed(memory, p.pages[peer], p.rank, protocol::epoch_of(memory, p.pages[p.rank]));
 }
 
-// Waits until what every peer in `ranks` sends behind word first + peer is here.
-__global__ void __launch_bounds__(kSyncThreads)
-    wait_kernel(const __grid_constant__ SyncParams p, int32_t first, uint32_t ranks) {
+// Rows [begin, end), by all threads of the launch together. Loads go around L1, which knows of no peers.
+__device__ __forceinline__ void copy_rows(const CollectParams& c, int64_t begin, int64_t end) {
+  const int64_t first = int64_t{blockIdx.x} * kCollectThreads + threadIdx.x;
+  const int64_t step = int64_t{gridDim.x} * kCollectThreads;
+  if (c.row_bytes == c.pitch) {
+    const auto* from = reinterpret_cast<const uint4*>(c.results + begin * c.pitch);
+    auto* to = reinterpret_cast<uint4*>(c.out + begin * c.pitch);
+    const int64_t total = (end - begin) * c.pitch / static_cast<int64_t>(sizeof(uint4));
+#pragma unroll 4
+    for (int64_t i = first; i < total; i += step) to[i] = __ldcg(from + i);
+    return;
+  }
+  using Unit = unsigned short;  // no element is smaller
+  const int64_t units = c.row_bytes / static_cast<int64_t>(sizeof(Unit));
+  for (int64_t i = first; i < (end - begin) * units; i += step) {
+    const int64_t row = begin + i / units;
+    const auto* from = reinterpret_cast<const Unit*>(c.results + row * c.pitch);
+    reinterpret_cast<Unit*>(c.out + row * c.row_bytes)[i % units] = __ldcg(from + i % units);
+  }
+}
+
+__global__ void __launch_bounds__(kCollectThreads)
+    collect_kernel(const __grid_constant__ SyncParams p, const __grid_constant__ CollectParams c) {
   const comm::DeviceMemory memory{p.timeout_ns};
   const protocol::Page& mine = p.pages[p.rank];
-  const int peer = static_cast<int>(threadIdx.x);
-  if (peer >= p.world || peer == p.rank || (ranks >> peer & 1) == 0) return;
-  protocol::Missed missed;
   const uint32_t epoch = protocol::epoch_of(memory, mine);
-  if (!protocol::wait_arrived(memory, mine, first + peer, peer, epoch, &missed)) {
-    report_late({p.timeout_ns, p.fault}, FaultKind::kResult, peer, 0, missed.seen, missed.expected, peer);
+  for (int step = 0; step < p.world; ++step) {
+    const int owner = (p.rank + step) % p.world;  // in the order in which they arrive
+    if (owner == p.rank && !c.with_own) continue;
+    for (int32_t i = c.chunks.first[owner]; i < c.chunks.first[owner + 1]; ++i) {
+      if (owner != p.rank && threadIdx.x == 0) {
+        protocol::Missed missed;
+        if (!protocol::wait_sums(memory, mine, i, owner, epoch, &missed)) {
+          report_late({p.timeout_ns, p.fault}, FaultKind::kResult, owner, i, missed.seen, missed.expected,
+                      owner);
+        }
+      }
+      __syncthreads();
+      copy_rows(c, c.chunks.begin(i), c.chunks.row_end[i]);
+    }
   }
 }
 
 const void* enter_function() { return reinterpret_cast<const void*>(&enter_kernel); }
-const void* wait_function() { return reinterpret_cast<const void*>(&wait_kernel); }
+const void* collect_function() { return reinterpret_cast<const void*>(&collect_kernel); }
 const void* leave_function() { return reinterpret_cast<const void*>(&leave_kernel); }
 
 }  // namespace tpk::sm90a

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "host/protocol.hpp"
+#include "host/pushes.hpp"
 #include "kernels/sm90a/fault.hpp"
 
 namespace tpk::sm90a {
@@ -20,8 +21,19 @@ struct SyncParams {
 constexpr int kSyncThreads = 32;
 const void* enter_function();
 const void* leave_function();
-// Behind what still runs: waits for a word of every peer that has rows. Arguments: SyncParams, int32_t first
-// (the word of rank 0), uint32_t ranks (a bit for each with rows).
-const void* wait_function();
+
+// Sums that every rank gets: chunk by chunk, as they arrive, from the rank's buffer of results to its output.
+struct CollectParams {
+  protocol::ChunkList chunks;
+  const char* results = nullptr;  // [M, pitch bytes]
+  int64_t pitch = 0;
+  char* out = nullptr;  // [M, row_bytes]
+  int64_t row_bytes = 0;
+  bool with_own = false;  // the own rows lie in `results`, too
+};
+
+// Any number of CTAs of kCollectThreads; arguments: SyncParams, CollectParams.
+constexpr int kCollectThreads = 512;
+const void* collect_function();
 
 }  // namespace tpk::sm90a
