@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import datetime
-
 import pytest
 import torch
 
 from tpkernels.comm import conditions, symmetric
-from tpkernels.comm.renumbered import Renumbered
 from tpkernels.errors import ArgumentError, BackendError
 from tpkernels.ops import _groups
 
@@ -70,7 +67,7 @@ def test_symmetric_memory(symm_mem, monkeypatch):
     memory = symmetric.allocate(100, cpu)
     assert memory.shape == (100,) and memory.dtype == torch.uint8
     assert os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1"
-    mapping = symmetric.map_ranks(memory, group, "new")
+    mapping = symmetric.map_ranks(memory, group, "new", 0)
     assert mapping.addresses == (4096, memory.data_ptr())
     assert symm_mem.log == ["empty", ("group", "new", 1, 2), ("rendezvous", "new")], (
         "torch knows names for ever"
@@ -79,7 +76,7 @@ def test_symmetric_memory(symm_mem, monkeypatch):
     assert store.get("new/from") == b"1", "over the group's own store, apart from its other keys"
     symm_mem.shift = 512
     with pytest.raises(BackendError, match="begins 512 bytes behind"):
-        symmetric.map_ranks(memory, group, "newer")
+        symmetric.map_ranks(memory, group, "newer", 0)
     emptied = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(1))
     symm_mem.failures = 1
@@ -125,22 +122,20 @@ def test_torch_has_what_the_adapter_uses():
     assert conditions.MAX_RANKS == 16
 
 
-def test_ranks_find_each_other_whatever_they_told_others_before():
-    """As torch does it: one count in a process, for all groups."""
-    shared = torch.distributed.HashStore()
-    through = torch.distributed.PrefixStore  # C++, as the caller in torch is
-    for counts in ((0, 0), (17, 3), (2, 40)):
-        halves = [Renumbered(through(f"rendezvous {counts}", shared)) for _ in counts]
-        stores = [through("in C++", half) for half in halves]
-        for step in range(3):
-            for rank, (store, count) in enumerate(zip(stores, counts, strict=True)):
-                store.set(f"CUDASymmetricMemory/{count + step}/{rank}", f"{rank} in {step}")
-            for rank, (store, count) in enumerate(zip(stores, counts, strict=True)):
-                key = f"CUDASymmetricMemory/{count + step}/{1 - rank}"
-                store.wait([key])
-                store.wait([key], datetime.timedelta(seconds=1))
-                assert store.get(key) == f"{1 - rank} in {step}".encode()
-    half = Renumbered(shared)
-    other = through("in C++", half)
-    other.set("a name", "x")
-    assert other.get("a name") == b"x"
+def test_ranks_that_mapped_less_catch_up(symm_mem, monkeypatch):
+    """Ranks meet under a count that torch keeps for the process: a rank brings its own up to that of the others."""
+    store, known = torch.distributed.HashStore(), {}
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_process_group_store", {"itself": store}.get)
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_register_process_group", known.__setitem__)
+    group, cpu = _groups.Group("tp", 1, 2, "itself"), torch.device("cpu")
+    memory, before = symmetric.allocate(100, cpu), symmetric.mapped()
+    symmetric.map_ranks(memory, group, "level", before)
+    assert symmetric.mapped() == before + 1
+    symm_mem.log.clear()
+    symmetric.map_ranks(memory, group, "behind", before + 3)
+    assert symmetric.mapped() == before + 4
+    groups = [entry for entry in symm_mem.log if entry[0] == "group"]
+    assert [entry[2:] for entry in groups] == [(0, 1), (0, 1), (1, 2)], "twice alone, then with the other"
+    assert len({entry[1] for entry in groups}) == 3, "torch knows names for ever"
+    alone = known[groups[0][1]]
+    assert (alone.rank(), alone.size()) == (0, 1)

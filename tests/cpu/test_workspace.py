@@ -103,7 +103,7 @@ def test_what_is_outgrown_is_freed_before_the_next_is_made(world):
     group, alive = world.group(), []
     allocate = world.allocate
     world.allocate = lambda *args: alive.append(old() is not None) or allocate(*args)
-    world.map_ranks = lambda memory, group, name: Mapping((memory.data_ptr(), 1))
+    world.map_ranks = lambda memory, group, name, most: Mapping((memory.data_ptr(), 1))
     world.warm_up = lambda *args: None
     old = lambda: None  # noqa: E731
     old = weakref.ref(workspace.ensure(group, CPU, "gather", 5).memory)

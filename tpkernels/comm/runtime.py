@@ -80,8 +80,11 @@ class Runtime:
     def allocate(self, size: int, device: torch.device) -> Tensor:
         return symmetric.allocate(size, device)
 
-    def map_ranks(self, memory: Tensor, group: Group, name: str) -> symmetric.Mapping:
-        return symmetric.map_ranks(memory, group, name)
+    def times_mapped(self) -> int:
+        return symmetric.mapped()
+
+    def map_ranks(self, memory: Tensor, group: Group, name: str, most: int) -> symmetric.Mapping:
+        return symmetric.map_ranks(memory, group, name, most)
 
     def warm_up(self, device: torch.device, rank: int, addresses: tuple[int, ...]) -> None:
         """Load what calls need: loading waits for kernels that run, and those may wait for other ranks."""

@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tpkernels.comm.renumbered import Renumbered
 from tpkernels.errors import ArgumentError, BackendError
 from tpkernels.ops._groups import Group
 
 BACKENDS = ("CUDA", "NVSHMEM")
-_stores: list[Renumbered] = []
+_LEAST = 4096  # bytes
+_mapped = 0
 
 
 @dataclass(frozen=True)
@@ -43,21 +43,18 @@ def allocate(size: int, device: torch.device) -> Tensor:
     return memory
 
 
-def map_ranks(memory: Tensor, group: Group, name: str) -> Mapping:
+def map_ranks(memory: Tensor, group: Group, name: str, most: int) -> Mapping:
     """Map every rank's allocation of the same size. Collective, over the group itself.
 
     ``name``: the same on all ranks, never used before. torch keeps what it knows of a group by its name, also when the
-    group is gone and another one has the name.
+    group is gone and another one has the name. ``most``: the largest :func:`mapped` of the ranks.
     """
     symm_mem = _module(memory.device)
-    implementation: Any = vars(symm_mem)["_SymmetricMemory"]
     c10d: Any = vars(dist.distributed_c10d)
-    prefixed = vars(dist)["PrefixStore"](name, c10d["_get_process_group_store"](group.process_group))
-    store = Renumbered(prefixed)
-    _stores.append(store)  # torch keeps no more than the half of it that is C++
-    c10d["_register_process_group"](name, group.process_group)  # torch 2.11 looks for the group, too
-    implementation.set_group_info(name, group.rank, group.world, store)
-    handle: Any = implementation.rendezvous(memory, name)
+    while _mapped < most:
+        _map_alone(symm_mem, memory.device, f"{name}, {_mapped}")
+    store: Any = vars(dist)["PrefixStore"](name, c10d["_get_process_group_store"](group.process_group))
+    handle = _rendezvous(symm_mem, memory, name, group.process_group, group.rank, group.world, store)
     bases = [int(base) for base in handle.buffer_ptrs]
     unreachable = [rank for rank, base in enumerate(bases) if base == 0]
     if unreachable:
@@ -69,6 +66,35 @@ def map_ranks(memory: Tensor, group: Group, name: str) -> Mapping:
             "torch is not known to tpkernels."
         )
     return Mapping(tuple(bases), handle)
+
+
+def mapped() -> int:
+    """How often this process has mapped memory.
+
+    torch names what ranks tell each other while they map memory by a count of the process, over all groups. Ranks that
+    were in different groups before, say two of four, would look for each other under different names.
+    """
+    return _mapped
+
+
+def _map_alone(symm_mem: Any, device: torch.device, name: str) -> None:
+    """Count one more, as a group of one rank, which waits for nobody."""
+    store: Any = vars(dist)["HashStore"]()
+    alone: Any = vars(dist)["ProcessGroup"](store, 0, 1)
+    memory = allocate(_LEAST, device)
+    _rendezvous(symm_mem, memory, name, alone, 0, 1, store)
+
+
+def _rendezvous(
+    symm_mem: Any, memory: Tensor, name: str, process_group: Any, rank: int, world: int, store: Any
+) -> Any:
+    global _mapped
+    implementation: Any = vars(symm_mem)["_SymmetricMemory"]
+    c10d: Any = vars(dist.distributed_c10d)
+    c10d["_register_process_group"](name, process_group)  # torch 2.11 looks for the group, too
+    implementation.set_group_info(name, rank, world, store)
+    _mapped += 1
+    return implementation.rendezvous(memory, name)
 
 
 def backend_name() -> str:

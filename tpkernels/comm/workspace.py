@@ -138,7 +138,8 @@ def _grow(group: Group, device: torch.device, kind: str, size: int) -> Workspace
     key, active = (group.name, device, kind), runtime.active
     active.synchronize(device)
     _agree(group, f"a {kind} workspace", size)
-    name = f"tpkernels {ranks.exchange(group, uuid.uuid4().hex)[0]}"
+    names, counts = zip(*ranks.exchange(group, (uuid.uuid4().hex, active.times_mapped())), strict=True)
+    name = f"tpkernels {names[0]}"
     reference, kept = weakref.ref(group.process_group), []
     old = _spaces.pop(key, None)
     if old is not None:
@@ -153,7 +154,7 @@ def _grow(group: Group, device: torch.device, kind: str, size: int) -> Workspace
 
     try:
         memory = _together(group, kind, size, allocate)
-        mapping = _together(group, kind, size, lambda: active.map_ranks(memory, group, name))
+        mapping = _together(group, kind, size, lambda: active.map_ranks(memory, group, name, max(counts)))
         _together(group, kind, size, lambda: active.warm_up(device, group.rank, mapping.addresses))
     except Exception:
         if kept:  # graphs go on
