@@ -1,10 +1,11 @@
 """Constants of path choice from measured rows: ``python -m bench fit-paths RESULT.jsonl ... --write``.
 
 Rows of suite ``overlap``, of every card and number of ranks in the files: variants ``gemm``, ``ours:fused`` and
-``ours:nccl+cublas`` (or ``ours`` where it took that), which is what ``auto`` runs where it does not fuse; where a case has
-no such row, ``nccl+cublas``, which is faster for sums. The model is the library's own (tpkernels/comm/choice.py). ``--write`` puts what is fitted
-into its table, tpkernels/comm/machines.py; machines that no row is of stay there as they are. Where nothing fused was
-measured, those constants are taken from the machine in the files whose number of ranks is nearest.
+``ours:nccl+cublas`` (or ``ours`` where it took that), which is what ``auto`` runs where it does not fuse; where a case
+has no such row, ``nccl+cublas``, which is faster for sums. The model is the library's own (tpkernels/comm/choice.py).
+``--write`` puts what is fitted into its table, tpkernels/comm/machines.py; machines that no row is of stay there as
+they are. Where nothing fused was measured, those constants are taken from the machine in the files whose number of
+ranks is nearest.
 """
 
 from __future__ import annotations

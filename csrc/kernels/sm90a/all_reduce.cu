@@ -336,7 +336,7 @@ class Cta {
 };
 
 template <Way kWay, class T>
-__global__ void __launch_bounds__(kAllReduceThreads)
+__global__ void __launch_bounds__(kAllReduceThreads, 1)
     all_reduce_kernel(const __grid_constant__ AllReduceParams p) {
   wait_for_earlier_kernels();  // the product, and the call before
   Cta<T> cta(p);
