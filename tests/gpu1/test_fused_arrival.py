@@ -1,6 +1,6 @@
 """Gathers by the schedules that only an arrival has: remainders of several shards, or chunks, cut along K in turn.
 
-Ranks are streams of one process on one GPU, see test_fused_kernels.py. How many pieces such a plan has depends on
+Ranks are streams of one process on one GPU, see virtual_ranks.py. How many pieces such a plan has depends on
 predicted times; cmake/tests/sm90a_arrival_plan_test.cpp looks at many more.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 from streamk_cases import CLUSTERS, HOPPER_TILES, hopper_only
-from test_fused_kernels import Ranks, split, whole
+from virtual_ranks import Ranks, split, whole
 
 pytestmark = [pytest.mark.gpu1, hopper_only]
 
