@@ -27,6 +27,8 @@ GemmPlan old_choice(const Problem& p, const std::string& schedule, const Demands
     for (int c = 0; c < kNumClusterShapes; ++c) {
       const auto tile = static_cast<TileId>(t);
       if (r.clusters[t][c] < 1 || (demands.gated && !takes_gate(tile))) continue;
+      if (ranks.direction == Direction::kDeparture && kTileShapes[t].bn == 192)
+        continue;  // sums have no room
       TileShape shape = cluster_tile(tile, kClusterShapes[c]);
       if (demands.gated) shape.bn /= 2;
       const Placement placement = place_tiles(p, shape, ranks);
