@@ -123,7 +123,7 @@ def chunks_text() -> str:
         f"A shard travels in chunks, numbered shard after shard: multiples of {pushes['kChunkRows']} rows (but the "
         f"last of a shard), of at least {pushes['kLeastChunkBytes'] >> 20} MiB unless the\nwhole shard is less, at "
         f"most {c['kMaxChunks']} of all ranks together; a group has at most {c['kMaxRanks']} ranks. What departs: at "
-        f"most {pushes['kMost']} of a rank."
+        f"most {pushes['kMost']} of a rank, of at least {pushes['kLeastDepartingBytes'] >> 20} MiB."
     )
 
 

@@ -41,7 +41,7 @@ def calibrate(
     machine: Machine | None = None,
     device: torch.device | str | int | None = None,
 ) -> Machine:
-    """Measure what ``path="auto"`` chooses by, and take it from now on. Collective; a second or two.
+    """Measure what ``path="auto"`` chooses by, and take it from now on. Collective.
 
     ``auto`` takes path "fused" where its predicted time is less than that of path "nccl+cublas". For some cards the
     constants come with the package; on others nothing is fused by ``auto`` before this was run. Kept for this process,

@@ -10,11 +10,11 @@ from __future__ import annotations
 PACKETS, ONE_SHOT, TWO_SHOT = WAYS = ("packets", "one-shot", "two-shot")
 
 MOST_BYTES = 8 << 20  # of a result; above, the product and the copy engine overlap (workspace kind "sum")
-# What a rank could send in the time that a step costs, at about 350 GB/s. Not measured yet: estimates.
-FLAG_BYTES = (
-    256 << 10
-)  # a flag behind data: the fence before it, and its way (two H200: packets take longer from 512 KiB on)
-EXCHANGE_BYTES = 1200 << 10  # a second exchange of data and flags
+# What a rank could send in the time that a step costs, at about 350 GB/s.
+# A flag behind data, the fence before it and its way. Two H200: packets of 512 KiB take longer than one shot.
+FLAG_BYTES = 256 << 10
+# A second exchange of data and flags. An estimate.
+EXCHANGE_BYTES = 1200 << 10
 
 PAGE_BYTES = 16384  # these two as in csrc/host/all_reduce.hpp
 PACKET_BYTES = 2 << 20

@@ -30,8 +30,8 @@ __device__ __forceinline__ void wait_for_peers(const GemmParams& p, int begin, i
   }
 }
 
-// The blocks of an own tile's addends, in the order in which they are added: to(map, col, row, rank, part),
-// row counted from the first own one, for every box.
+// The blocks of an own tile's addends, in the order in which they are added. Rows are counted from the first
+// own one.
 struct AddendBlocks {
   const GemmParams& p;
   int col;
@@ -114,7 +114,7 @@ __device__ __forceinline__ void run_prefetcher(const GemmParams& p, SharedStorag
       int first = 0;
       for (int c = 0; c < h.own_chunks && first < begin + Tile::kBM; first = h.own_chunk_end[c++]) {
         if (h.own_chunk_end[c] <= begin || lane >= h.ranks.world || lane == h.ranks.rank) continue;
-        // The loading thread bounds the same wait, and ends the launch.
+        // The loading thread comes to the same wait with a bound, and ends the launch.
         const uint32_t* word = h.arrived + lane * h.own_chunks + c;
         while (static_cast<int32_t>(comm::load_relaxed(word) - epoch) < 0) __nanosleep(500);
       }
