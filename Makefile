@@ -4,7 +4,7 @@
 #   VENV=.venv               its folder; VENV=none uses $(PYTHON) and the torch in it
 #   TORCH="torch>=2.11"      what pip installs as torch, options of pip included
 #   ARGS="..."               options for the demo or for pytest
-#   MAX_JOBS, TPK_WITH_CUDA, TPK_WITH_SM90A, TPK_CUDA_ARCHS, CUDA_HOME, CXX: see setup.py
+#   MAX_JOBS, TPK_WITH_CUDA, TPK_WITH_SM90A, TPK_WITH_NVSHMEM, TPK_CUDA_ARCHS, CUDA_HOME, CXX: see setup.py
 
 PYTHON ?= python3
 VENV   ?= .venv

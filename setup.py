@@ -1,18 +1,21 @@
 """Builds the extensions of tpkernels with torch's BuildExtension and ninja.
 
-    tpkernels._C        schemas, CPU executor: libtorch stable ABI, no Python symbols, every torch >= 2.11 and CPython
-    tpkernels._C_sm80   CUDA kernels for sm_80 and sm_90: stable ABI; built without a GPU, needs nvcc and a CUDA torch
-    tpkernels._C_sm90a  Hopper kernels: the same, and the headers of CUTLASS (pip install --no-deps nvidia-cutlass)
-    tpkernels._host     planner for tests and explain(): pybind11, no torch, built for one CPython
+    tpkernels._C          schemas, CPU executor: libtorch stable ABI, no Python symbols, every torch >= 2.11 and CPython
+    tpkernels._C_sm80     CUDA kernels for sm_80 and sm_90: stable ABI; built without a GPU, needs nvcc and a CUDA torch
+    tpkernels._C_sm90a    Hopper kernels: the same, and the headers of CUTLASS (pip install --no-deps nvidia-cutlass)
+    tpkernels._C_nvshmem  rows by NVSHMEM (docs/nvshmem.md): the same, and NVSHMEM; only with TPK_WITH_NVSHMEM=1
+    tpkernels._host       planner for tests and explain(): pybind11, no torch, built for one CPython
 
 `_C` is required; the others are left out, with the reason in the build summary, where something is missing.
-Environment: TPK_WITH_CUDA=auto|0|1, TPK_WITH_SM90A=auto|0|1, TPK_WITH_HOST=auto|0|1, TPK_CUDA_ARCHS="100;120" (added
-to the 80 and 90 of _C_sm80), MAX_JOBS, CUDA_HOME, CXX (nvcc's host compiler too, unless CC is set).
+Environment: TPK_WITH_CUDA=auto|0|1, TPK_WITH_SM90A=auto|0|1, TPK_WITH_HOST=auto|0|1, TPK_WITH_NVSHMEM=0|1,
+TPK_NVSHMEM_HOME, TPK_CUDA_ARCHS="100;120" (added to the 80 and 90 of _C_sm80), MAX_JOBS, CUDA_HOME, CXX (nvcc's host
+compiler too, unless CC is set).
 What is decided, and the sentences, are in .ci/build_decisions.py; this file looks at the machine and builds.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -24,7 +27,7 @@ import sysconfig
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.append(str(Path(__file__).resolve().parent / ".ci"))
 
@@ -72,6 +75,41 @@ def find_cutlass(name: str = "cutlass_library") -> Path | None:
     return None
 
 
+class Nvshmem(NamedTuple):
+    """An installation of NVSHMEM: folders, and the name of the host library's file."""
+
+    include: Path
+    lib: Path
+    host: str
+
+    @property
+    def version(self) -> str | None:
+        """Of the headers."""
+        return decide.parse_nvshmem_version((self.include / "non_abi/nvshmem_version.h").read_text())
+
+
+def find_nvshmem(env: Mapping[str, str], name: str = "nvidia.nvshmem") -> Nvshmem | None:
+    """NVSHMEM in $TPK_NVSHMEM_HOME, else in the package that torch depends on, else in the usual places.
+
+    The package is a namespace, whose folder only a search for it tells, and has no libnvshmem_host.so: the file is
+    found under the name by which it is loaded.
+    """
+    named = env.get("TPK_NVSHMEM_HOME")
+    try:
+        spec = None if named else importlib.util.find_spec(name)
+    except ModuleNotFoundError:  # not even "nvidia"
+        spec = None
+    wheel = [Path(folder) for folder in (spec.submodule_search_locations or [])] if spec else []
+    usual = [Path("/usr/local/nvshmem"), Path("/opt/nvidia/nvshmem"), Path("/opt/nvshmem")]
+    for home in [Path(named)] if named else [*wheel, *usual]:
+        for lib in (home / "lib", home / "lib64"):
+            hosts = [p.name for p in lib.glob("libnvshmem_host.so.*") if re.fullmatch(r".*\.so\.\d+", p.name)]
+            header = home / "include/non_abi/nvshmem_version.h"
+            if hosts and header.exists() and (lib / "libnvshmem_device.a").exists():
+                return Nvshmem(home / "include", lib, hosts[0])
+    return None
+
+
 def find_sources(root: Path) -> dict[str, list[str]]:
     """The sources of each extension, relative to `root`, by folder and name."""
 
@@ -84,6 +122,7 @@ def find_sources(root: Path) -> dict[str, list[str]]:
         "_C": [p for p in sources("ops") if p not in cuda_ops + sm90a_ops] + sources("kernels/cpu"),
         "_C_sm80": cuda_ops + sources("kernels/sm80"),
         "_C_sm90a": sm90a_ops + sources("kernels/sm90a") + sources("comm"),
+        "_C_nvshmem": sources("nvshmem"),
         "_host": sources("python"),
     }
     for name, paths in found.items():
@@ -156,7 +195,11 @@ def try_compiler(compiler: str) -> str | None:
 
 
 def extensions(
-    pieces: list[Piece], cpp_extension: Any, defines: list[str], cutlass: Path | None = None
+    pieces: list[Piece],
+    cpp_extension: Any,
+    defines: list[str],
+    cutlass: Path | None = None,
+    nvshmem: Nvshmem | None = None,
 ) -> list[Any]:
     """The setuptools extensions of the pieces that are built; `cutlass` is the folder of its headers."""
     cxx = ["-std=c++20", "-O3", "-g0", "-fvisibility=hidden", "-Wall", *defines]
@@ -164,7 +207,7 @@ def extensions(
     nvcc = ["-std=c++20", "-O3", "-lineinfo", "--compress-mode=size", "-DUSE_CUDA", stable, *defines]
     nvcc += ["-Xptxas=-v", *decide.host_compiler_flags(os.environ)]
     targets = {"_C_sm80": decide.gencode_flags(os.environ.get("TPK_CUDA_ARCHS", ""))}
-    targets["_C_sm90a"] = decide.SM90A_FLAGS
+    targets |= {"_C_sm90a": decide.SM90A_FLAGS, "_C_nvshmem": decide.NVSHMEM_FLAGS + decide.NVSHMEM_COMPILE}
     # A standard library that the compiler links statically (some wrappers do) must stay private to its extension.
     private = ["-Wl,--exclude-libs,ALL"] if sys.platform == "linux" else []
     # torch is imported first and has mapped these libraries; the paths serve tools that open the file alone.
@@ -178,6 +221,23 @@ def extensions(
             kind, link = cpp_extension.CUDAExtension, rpath
             flags = {"cxx": [*cxx, stable, "-DUSE_CUDA"], "nvcc": [*nvcc, *targets[name]]}
             keywords["include_dirs"] += [str(cutlass)] if name == "_C_sm90a" else []
+            if name == "_C_nvshmem" and nvshmem:
+                # Not torch's dlink=True, which asks for link-time optimisation: NVSHMEM's archive has none.
+                flags["nvcc_dlink"] = [
+                    "-dlink",
+                    *decide.NVSHMEM_FLAGS,
+                    f"-L{nvshmem.lib}",
+                    "-lnvshmem_device",
+                ]
+                keywords["include_dirs"] += [str(nvshmem.include)]
+                keywords |= {"library_dirs": [str(nvshmem.lib)], "libraries": ["nvshmem_device"]}
+                # torch's library has the same archive and exports how nvcc registers its parts: ours are to find ours.
+                link = [
+                    *rpath,
+                    "-Wl,-rpath,$ORIGIN/../nvidia/nvshmem/lib",
+                    f"-l:{nvshmem.host}",
+                    "-Wl,-Bsymbolic",
+                ]
         else:
             import pybind11
             from setuptools import Extension as kind
@@ -265,15 +325,21 @@ def plan_build() -> dict[str, Any]:
 
     if home and not no_cuda:
         cpp_extension.CUDA_HOME = str(home)  # read when the module was imported, which may be long ago
-    reasons = {"_C": "", "_C_sm80": no_cuda, "_C_sm90a": no_sm90a, "_host": no_host}
+    nvshmem = find_nvshmem(os.environ)
+    pinned = decide.pinned_nvshmem(importlib.metadata.requires("torch") or [])
+    no_nvshmem = decide.decide_nvshmem(no_sm90a, nvshmem.version if nvshmem else None, pinned)
+    switch = "TPK_WITH_NVSHMEM"
+    no_nvshmem = decide.apply_off_switch(switch, os.environ.get(switch, ""), no_nvshmem)
+    reasons = {"_C": "", "_C_sm80": no_cuda, "_C_sm90a": no_sm90a, "_C_nvshmem": no_nvshmem, "_host": no_host}
     empty = "there are no sources for it yet"
     pieces = [Piece(n, s, reasons[n] or ("" if s else empty)) for n, s in find_sources(ROOT).items()]
     version = re.findall(r'__version__ = "(.+)"', (ROOT / "tpkernels/_version.py").read_text())[0]
     facts = {"version": version, "torch": str(torch.__version__), "python": sys.version.split()[0]}
     facts |= {"compiler": compiler, "cuda": nvcc_version or "none"}
-    facts |= {"cutlass": cutlass_version or "none", "jobs": os.environ["MAX_JOBS"]}
+    facts |= {"cutlass": cutlass_version or "none", "nvshmem": (nvshmem and nvshmem.version) or "none"}
+    facts["jobs"] = os.environ["MAX_JOBS"]
     defines = [f'-DTPK_VERSION="{version}"', f'-DTPK_BUILD_TORCH="{torch.__version__}"']
-    keywords: dict[str, Any] = {"ext_modules": extensions(pieces, cpp_extension, defines, cutlass)}
+    keywords: dict[str, Any] = {"ext_modules": extensions(pieces, cpp_extension, defines, cutlass, nvshmem)}
     keywords["cmdclass"] = {"build_ext": build_command(pieces, facts, cpp_extension)}
     keywords["options"] = decide.wheel_options(pieces, sysconfig.get_config_var("Py_GIL_DISABLED"))
     return keywords

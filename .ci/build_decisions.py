@@ -21,6 +21,12 @@ MIN_SM90A_CUDA = (12, 5)  # the first with cudaGetDriverEntryPointByVersion
 # Never plain sm_90: the headers would compile for it, to kernels that stop at the first wgmma.
 # NDEBUG: an assertion of the headers is a function call, and ptxas then serialises every wgmma (C7510).
 SM90A_FLAGS = ["-gencode=arch=compute_90a,code=sm_90a", "--expt-relaxed-constexpr", "-DNDEBUG"]
+# The device code of NVSHMEM is linked for one GPU alone: that of the Hopper kernels, which it serves.
+NVSHMEM_FLAGS = ["-gencode=arch=compute_90,code=sm_90"]
+# Its headers compute with halves, which torch forbids everywhere.
+NVSHMEM_COMPILE = ["-rdc=true"]
+NVSHMEM_COMPILE += [f"-U__CUDA_NO_{of}__" for of in ("HALF_OPERATORS", "HALF_CONVERSIONS", "HALF2_OPERATORS")]
+NVSHMEM_COMPILE += ["-U__CUDA_NO_BFLOAT16_CONVERSIONS__"]
 GIB = 1 << 30
 BUILD_COMMAND = "pip install --no-build-isolation ."
 
@@ -136,6 +142,19 @@ def decide_sm90a(no_cuda: str, nvcc_cuda: str | None, cutlass: str | None) -> st
     return ""
 
 
+def decide_nvshmem(no_sm90a: str, version: str | None, pinned: str | None) -> str:
+    """Why the NVSHMEM transport cannot be built ("" if it can): `no_sm90a` is the reason against the Hopper kernels,
+    `version` that of the headers (None: not found), `pinned` the one that torch wants (None: it names none)."""
+    if no_sm90a:
+        return f"it serves the Hopper kernels: {no_sm90a}"
+    mend = f"pip install nvidia-nvshmem-cu13=={pinned or '3.4.5'}, or TPK_NVSHMEM_HOME=/path/to/nvshmem {BUILD_COMMAND}"
+    if version is None:
+        return f"NVSHMEM (headers, libnvshmem_device.a and libnvshmem_host.so.3) was not found: {mend}"
+    if pinned is not None and version != pinned:
+        return f"NVSHMEM {version} was found, and this torch loads {pinned}: {mend}"
+    return ""
+
+
 def decide_host(has_pybind11: bool, include: Path, version: tuple[int, ...] = sys.version_info[:2]) -> str:
     """Why the planner cannot be built ("" if it can); `include` is where Python.h should be."""
     if not has_pybind11:
@@ -155,6 +174,26 @@ def apply_switch(name: str, value: str, reason: str) -> str:
     if value == "1" and reason:
         raise BuildError(f"{name}=1, but {reason}")
     return reason
+
+
+def apply_off_switch(name: str, value: str, reason: str) -> str:
+    """As apply_switch, of a piece that is only built where it is asked for."""
+    if value == "":
+        return f"it is built with {name}=1 only"
+    return apply_switch(name, value, reason)
+
+
+def parse_nvshmem_version(text: str) -> str | None:
+    """The "3.4.5" in non_abi/nvshmem_version.h."""
+    parts = ("MAJOR", "MINOR", "PATCH")
+    found = [re.search(rf"#define NVSHMEM_VENDOR_{part}_VERSION (\d+)", text) for part in parts]
+    return ".".join(m[1] for m in found if m) if all(found) else None
+
+
+def pinned_nvshmem(requirements: list[str]) -> str | None:
+    """The version of NVSHMEM in the requirements of the package torch."""
+    found = [re.match(r"nvidia-nvshmem-cu\d+\s*==\s*([\d.]+)", line) for line in requirements]
+    return next((m[1] for m in found if m), None)
 
 
 def gencode_flags(extra: str = "") -> list[str]:
@@ -200,5 +239,5 @@ def summary(pieces: list[Piece], facts: Mapping[str, str]) -> str:
     lines = ["", "tpkernels build summary", "  " + ", ".join(f"{k} {v}" for k, v in facts.items())]
     for piece in pieces:
         state = "skipped" if piece.reason else "built"
-        lines.append(f"  {piece.name:<9} {state:<8} {piece.reason or f'{len(piece.sources)} sources'}")
+        lines.append(f"  {piece.name:<10} {state:<8} {piece.reason or f'{len(piece.sources)} sources'}")
     return "\n".join([*lines, ""])

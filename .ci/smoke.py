@@ -17,7 +17,11 @@ def unloaded(folder: Path, statuses: Mapping[str, _extensions.ExtensionStatus], 
     """The extensions in `folder` that should be loaded and are not: with a CPU-only torch those for GPUs may not."""
     built = sorted(path.name.split(".")[0] for path in folder.glob("*.so"))
     loaded = {name for name, status in statuses.items() if status.loaded}
-    return [name for name in built if name not in loaded and (cuda or not name.startswith("_C_sm"))]
+    return [
+        name
+        for name in built
+        if name not in loaded and (cuda or not name.startswith(("_C_sm", "_C_nvshmem")))
+    ]
 
 
 def main() -> None:

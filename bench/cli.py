@@ -305,7 +305,7 @@ def _fit_paths_parser() -> argparse.ArgumentParser:
         "--quick",
         metavar="BYTES",
         type=int,
-        help="sums of up to so many bytes were reduced by the kernel of low latency (default: as in the table)",
+        help="calls of up to so many bytes were made by the kernel of low latency (default: as in the table)",
     )
     parser.add_argument("--write", action="store_true", help="into tpkernels/comm/machines.py")
     return parser

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
+from few_rows import overlaps
 from fused_behaviour import unchecked
 from fused_fakes import FakeRuntime, forget
 from op_checks import on_device
@@ -36,8 +37,14 @@ def machine_of(ctx, us=5.0, **changes) -> Machine:
     return replace(made, apart=dict.fromkeys(choice.OPS, ((1.0, 100.0),)), **changes)
 
 
+@overlaps()
 def on_gloo(ctx, check, *args):
-    """As fused_fakes.on_fakes, but path "auto" chooses."""
+    """As fused_fakes.on_fakes, but path "auto" chooses. Few rows overlap too."""
+    few_rows_on_gloo(ctx, check, *args)
+
+
+def few_rows_on_gloo(ctx, check, *args):
+    """As on_gloo, but few rows have a kernel of their own."""
     fake, real = FakeRuntime(ctx.rank), runtime.active
     fake.compared_with = ("gloo",)
     runtime.active = fake

@@ -10,13 +10,14 @@ import os
 import random
 import re
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from few_rows import overlaps
 from fused_checks import FUSED, Call, Case, gather_call, new_group, rows_of_ranks, scatter_call
 from op_behaviour import expect
 
@@ -82,6 +83,7 @@ def first_results(calls: list[Call]) -> list[list[Tensor]]:
     return firsts
 
 
+@overlaps()
 def check_repeats(ctx: Any, path: str, iterations: int, seed: int) -> None:
     """Calls in random order, late ranks, poisoned results: the same bits as the first time, every time."""
     calls = mixed_calls(ctx, path, seed)
@@ -99,6 +101,7 @@ def check_repeats(ctx: Any, path: str, iterations: int, seed: int) -> None:
     assert not wrong.any(), f"wrong results of {iterations} calls, by kind: {wrong.tolist()}"
 
 
+@overlaps()
 def check_two_streams(ctx: Any, path: str, rounds: int, seed: int) -> None:
     """Two streams use one group in turn, each of them late now and then: never a race."""
     calls = mixed_calls(ctx, path, seed)[::2][:5]  # five calls over two streams: each meets both
@@ -119,6 +122,7 @@ def check_two_streams(ctx: Any, path: str, rounds: int, seed: int) -> None:
     assert not any(wrong), f"{[int(each) for each in wrong]} of {rounds} calls gave wrong results"
 
 
+@overlaps()
 def check_two_groups(ctx: Any, path: str, rounds: int, seed: int) -> None:
     """Ranks as a grid: everyone takes part in a group of its row and one of its column, with calls in both."""
     half = ctx.world // 2
@@ -145,6 +149,7 @@ def check_two_groups(ctx: Any, path: str, rounds: int, seed: int) -> None:
     assert not wrong.any(), f"wrong results in the groups of rows and columns: {wrong.tolist()}"
 
 
+@overlaps()
 def check_groups_come_and_go(ctx: Any, path: str, times: int, seed: int) -> None:
     """Memory of a group is freed with it. A rank that is late between the exchange and its first call harms nobody."""
     generator = torch.Generator(ctx.device).manual_seed(seed)
@@ -185,6 +190,7 @@ def check_groups_come_and_go(ctx: Any, path: str, times: int, seed: int) -> None
     assert lost < 64 << 20, f"{lost >> 20} MiB are gone after {times} groups"
 
 
+@overlaps()
 def check_beside_collectives(ctx: Any, path: str, rounds: int, seed: int) -> None:
     """Another communicator is at work on the same devices, on a stream of its own: nobody waits for ever."""
     calls = mixed_calls(ctx, path, seed)
@@ -243,29 +249,29 @@ def check_refused(ctx: Any, dtype: torch.dtype, words: list[str]) -> None:
 
 # What the others then wait for, in the words of the message.
 STALLS = {
-    "gather": "of chunk",
-    "scatter": "of what rank",
-    "entry": "to have read what it was sent",
+    "gather": "to begin the same call",
+    "scatter": "to begin the same call",
     "small": "of an all-reduce",
+    "small gather": "rows of a gather",
+    "small scatter": "of a reduce-scatter",
 }
 
 
 def check_stalled(ctx: Any, kind: str) -> tuple[str, float]:
-    """The last rank stops calling: the others raise. Returns the message and the seconds; the process is spent.
-
-    In "entry" that rank has no rows, so that one more call works without it, and the next waits at its beginning.
-    """
+    """The last rank stops calling: the others raise. Returns the message and the seconds; the process is spent."""
     x, w = torch.ones(64, 64, dtype=BF16), torch.ones(64, 72, dtype=BF16)
-    rows = [64] * (ctx.world - 1) + [0 if kind == "entry" else 64]
-    shard = x[: rows[ctx.rank]]
-
     def call() -> Tensor:
-        if kind == "scatter":
+        if kind.endswith("scatter"):
             return tpk.matmul_reduce_scatter(x, w, ctx.group, path=FUSED)
         if kind == "small":
             return tpk.matmul_all_reduce(x, w, ctx.group, path=FUSED)
-        return tpk.all_gather_matmul(shard, w, ctx.group, shard_sizes=rows, path=FUSED)
+        return tpk.all_gather_matmul(x, w, ctx.group, path=FUSED)
 
+    with nullcontext() if kind.startswith("small") else overlaps():
+        return _stalled(ctx, call)
+
+
+def _stalled(ctx: Any, call: Callable[[], Tensor]) -> tuple[str, float]:
     for _ in range(2):
         call()
     torch.cuda.synchronize()

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from few_rows import few_rows_overlap, overlaps, path_of_few_rows
 from gemm_checks import Failures, activate, differences, embed, integers, randn
 from op_checks import own, pieces
 
@@ -156,7 +157,7 @@ def gather_call(
             return_gathered=case.gathered,
             path=path,
         )
-        _check_path(path, case)
+        _check_path(ctx, path, case)
         for operand in (shard, *weights):
             poison_(operand)
         return [*out[0], out[1]] if case.gathered else list(out)
@@ -207,7 +208,7 @@ def scatter_call(
             out_dtype=case.out_dtype,
             path=path,
         )
-        _check_path(path, case)
+        _check_path(ctx, path, case)
         for operand in (a, b):
             poison_(operand)
         return [out]
@@ -219,7 +220,7 @@ def scatter_call(
         total = torch.zeros_like(partials[0])
         for r, partial in enumerate(partials):
             # The other paths round a rank's own partial as well.
-            keep = r == ctx.rank and (path == FUSED or ctx.world == 1)
+            keep = r == ctx.rank and ((path == FUSED and few_rows_overlap()) or ctx.world == 1)
             total += partial if keep else partial.to(out_dtype).double()
         for term in (bias, residual):
             if term is not None:
@@ -275,19 +276,24 @@ def _close(actual: Tensor, expected: Tensor, dtype: torch.dtype, **options: Any)
     assert_close_tiles(actual, expected, dtype, **options)
 
 
-def _check_path(path: str, case: Case) -> None:
+def _check_path(ctx: Any, path: str, case: Case) -> None:
     if path == FUSED and not case.empty:
-        assert tpk.last_path().path == "fused+streamk", tpk.last_path()
+        record = tpk.last_path()
+        way = "" if few_rows_overlap() else {"all_gather_matmul": "; gather"}.get(record.op, "; scatter")
+        assert record.path == path_of_few_rows(ctx) and record.detail.endswith(way), record
 
 
+@overlaps()
 def check_gather(ctx: Any, path: str, dtype: torch.dtype, seed: int) -> None:
     _check_cases(ctx, path, dtype, seed, gather_call, cases(ctx.world, GATHERS))
 
 
+@overlaps()
 def check_scatter(ctx: Any, path: str, dtype: torch.dtype, seed: int) -> None:
     _check_cases(ctx, path, dtype, seed, scatter_call, cases(ctx.world, SCATTERS))
 
 
+@overlaps()
 def check_large(ctx: Any, path: str, dtype: torch.dtype, seed: int) -> None:
     for make in (gather_call, scatter_call):
         _check_cases(ctx, path, dtype, seed, make, large_cases(ctx.world))
@@ -308,6 +314,7 @@ def _check_cases(
                         poison_(out)
 
 
+@overlaps()
 def check_reference(ctx: Any, path: str, dtype: torch.dtype, seed: int, count: int = 6) -> None:
     """Random cases against tpkernels.reference (NumPy float64, all ranks simulated), per tile."""
     import numpy as np
@@ -365,12 +372,14 @@ def check_reference(ctx: Any, path: str, dtype: torch.dtype, seed: int, count: i
         assert_close_tiles(out.flatten(0, 1), want, dtype, k=k * world, world=world)
 
 
+@overlaps()
 def check_widest(ctx: Any, path: str, seed: int) -> None:
     """A shape on which another library hung: 8192 x 53248 x 16384 over all ranks."""
     case = Case((8192 // ctx.world,) * ctx.world, k=16_384, ns=(53_248 // ctx.world,))
     _check_cases(ctx, path, torch.bfloat16, seed, gather_call, [case])
 
 
+@overlaps()
 def check_huge(ctx: Any, path: str, seed: int, most: int = 2**31) -> None:
     """More than ``most`` elements are gathered, and scattered. Operands of rank one, so that they are soon made."""
     world, rank, dtype = ctx.world, ctx.rank, torch.bfloat16

@@ -175,25 +175,41 @@ class FakeRuntime(runtime.Runtime):
         group, _ = self.mapped[tuple(addresses)]
         out.copy_(_collectives.all_gather(own, 0, shard_rows, group))
 
-    def reduce_small(self, partial, bias, residual, out, way, rank, addresses, buffer_bytes, timeout_s):
+    def reduce_small(self, partial, bias, residual, out, way, *place):
         """As the kernel: partials as they are, in rank order, in float32."""
-        self.log.append(f"small {way}")
-        group, memory = self.mapped[tuple(addresses)]
-        assert (rank, len(addresses)) == (group.rank, group.world) and addresses[rank] == memory.data_ptr()
-        assert buffer_bytes == memory.numel() and timeout_s > 0 and way in small.WAYS
+        group = self._small(way, *place)
+        assert way in small.SUM_WAYS
         assert partial.dim() == 2 and partial.numel() > 0
         for each in (partial, out, residual):
             assert each is None or (each.is_contiguous() and each.dtype == partial.dtype)
             assert each is None or each.shape == partial.shape
         assert out.data_ptr() != partial.data_ptr()
         sent = _collectives.all_gather(partial, 0, [partial.shape[0]] * group.world, group)
-        total, *others = sent.float().chunk(group.world)
-        for other in others:
-            total = total + other
-        for term in (bias, residual):
-            if term is not None:
-                total = total + term.float()
-        out.copy_(total)
+        out.copy_(_summed(sent.chunk(group.world), bias, residual))
+
+    def _small(self, way, rank, addresses, buffer_bytes, timeout_s):
+        self.log.append(f"small {way}")
+        group, memory = self.mapped[tuple(addresses)]
+        assert (rank, len(addresses)) == (group.rank, group.world) and addresses[rank] == memory.data_ptr()
+        assert buffer_bytes == memory.numel() and timeout_s > 0
+        return group
+
+    def gather_small(self, shard, out, shard_rows, *place):
+        group = self._small(small.GATHER, *place)
+        assert shard.is_contiguous() and shard.shape == (shard_rows[group.rank], out.shape[1])
+        assert out.is_contiguous() and out.shape[0] == sum(shard_rows) > 0 and out.dtype == shard.dtype
+        out.copy_(_collectives.all_gather(shard, 0, shard_rows, group))
+
+    def scatter_small(self, partial, bias, residual, out, shard_rows, *place):
+        """As reduce_small."""
+        group = self._small(small.SCATTER, *place)
+        own, before = shard_rows[group.rank], sum(shard_rows[: group.rank])
+        assert partial.is_contiguous() and partial.shape[0] == sum(shard_rows) and partial.numel() > 0
+        for each in (out, residual):
+            assert each is None or (each.is_contiguous() and each.dtype == partial.dtype)
+            assert each is None or each.shape == (own, partial.shape[1])
+        sent = _collectives.all_gather(partial, 0, [partial.shape[0]] * group.world, group)
+        out.copy_(_summed([x[before : before + own] for x in sent.chunk(group.world)], bias, residual))
 
     def _sum(
         self, a, b, bias, residual, out, send, shard_rows, rank, addresses, timeout_s,
@@ -222,6 +238,13 @@ class FakeRuntime(runtime.Runtime):
         out.copy_(total)
         assert (schedule, tile, multiprocessors) == ("auto", "", 0)
         return room
+
+
+def _summed(partials, bias, residual):
+    total = partials[0].float()
+    for term in (*partials[1:], bias, residual):
+        total = total if term is None else total + term.float()
+    return total
 
 
 def forget() -> None:

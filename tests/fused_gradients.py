@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from few_rows import overlaps, path_of_few_rows
 from fused_checks import FUSED, rows_of_ranks
 from gemm_checks import randn
 from op_checks import close, own
@@ -16,6 +17,7 @@ Tensor = torch.Tensor
 BF16 = torch.bfloat16
 
 
+@overlaps()
 def check_gradients(ctx: Any, path: str, dtype: torch.dtype, seed: int) -> None:
     """A gated block of both operations, forward and backward, against float64; then twice, and under checkpoint()."""
     generator = torch.Generator(ctx.device).manual_seed(seed)
@@ -72,7 +74,7 @@ def check_gradients(ctx: Any, path: str, dtype: torch.dtype, seed: int) -> None:
                 out.backward(dy, retain_graph=True)
             if path == FUSED:
                 used = {run for op, run in log.counts if op in ("all_gather_matmul", "matmul_reduce_scatter")}
-                assert used == {"fused+streamk"}, log
+                assert used == {path_of_few_rows(ctx)}, log
             close(out, own(y.detach(), 0, rows, ctx.rank), dtype, "value")
             grads = [t.grad.clone() for t in mine]
             for i, name in enumerate(("x", "w1", "w2", "w3", "c1", "c2", "residual")):
@@ -95,6 +97,7 @@ def check_gradients(ctx: Any, path: str, dtype: torch.dtype, seed: int) -> None:
                     )
 
 
+@overlaps()
 def check_compile(ctx: Any, path: str, backend: str) -> None:
     """One graph under torch.compile(fullgraph=True, dynamic=True), equal to eager, forward and backward."""
     group = ctx.group
@@ -117,8 +120,8 @@ def check_compile(ctx: Any, path: str, backend: str) -> None:
                 out = run(x, w1, w2, bias)
                 out.square().sum().backward()
             if path == FUSED:
-                assert ("all_gather_matmul", "fused+streamk") in log.counts, log
-                assert ("matmul_reduce_scatter", "fused+streamk") in log.counts, log
+                assert ("all_gather_matmul", path_of_few_rows(ctx)) in log.counts, log
+                assert ("matmul_reduce_scatter", path_of_few_rows(ctx)) in log.counts, log
             results.append((out.detach(), *(t.grad for t in (x, w1, w2, bias))))
             for t in (x, w1, w2, bias):
                 t.grad = None

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from few_rows import overlaps
 from fused_behaviour import delay, differs, first_results, mixed_calls, unchecked
 from fused_checks import FUSED, new_group
 from gemm_checks import randn
@@ -52,6 +53,7 @@ def _grow(ctx: Any, path: str, mebibytes: int) -> None:
     assert bool((tpk.matmul_reduce_scatter(x, w, ctx.group, path=path) == 8 * ctx.world).all())
 
 
+@overlaps()
 def check_graphs(ctx: Any, path: str, replays: int, seed: int) -> None:
     """Two captured steps, replayed with new data in random order, between eager calls of other shapes.
 
@@ -91,6 +93,7 @@ def check_graphs(ctx: Any, path: str, replays: int, seed: int) -> None:
     assert not wrong.any(), f"of {replays} rounds, wrong: eager calls {wrong[0]}, replays {wrong[1]}"
 
 
+@overlaps()
 def check_capture_needs_memory(ctx: Any, path: str, seed: int) -> None:
     """Neither the first use of a group nor growth may happen in a capture; afterwards everything still works."""
     group = new_group(ctx, list(range(ctx.world)))
@@ -112,6 +115,7 @@ def check_capture_needs_memory(ctx: Any, path: str, seed: int) -> None:
     _destroy(ctx, group)
 
 
+@overlaps()
 def check_reserve(ctx: Any, path: str, seed: int) -> None:
     """With memory reserved the first call may be in a capture."""
     group = new_group(ctx, list(range(ctx.world)))

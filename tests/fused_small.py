@@ -1,4 +1,4 @@
-"""Path "fused" of matmul_all_reduce: one kernel behind a small product, two steps for a large one.
+"""Path "fused" of small calls: one kernel behind or in front of the product.
 
 Run on the ranks of a pool, as fused_checks.
 """
@@ -11,8 +11,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import fused_checks
+import fused_gradients
 import torch
-from fused_behaviour import delay, differs, synchronize, unchecked
+from fused_behaviour import delay, differs, first_results, mixed_calls, synchronize, unchecked
 from fused_checks import FUSED, laid_out, new_group
 from gemm_checks import Failures, differences, integers, randn
 from op_behaviour import expect
@@ -54,9 +56,9 @@ SUMS = [
 
 @contextmanager
 def forced(way: str | None) -> Iterator[None]:
-    """Every call goes this way, whatever its size; None: by two steps."""
+    """Every all-reduce goes this way, whatever its size; None: by two steps."""
     usual = small.way_of
-    small.way_of = lambda size, world: way if size > 0 else None
+    small.way_of = lambda op, rows, row_bytes: way if sum(rows) * row_bytes > 0 else None
     try:
         yield
     finally:
@@ -64,7 +66,7 @@ def forced(way: str | None) -> Iterator[None]:
 
 
 @dataclass
-class Call:
+class Summed:
     """``run`` makes the call with fresh operands; ``want``: its result, to the bit."""
 
     run: Callable[[], Tensor]
@@ -73,7 +75,7 @@ class Call:
 
 def sum_call(
     ctx: Any, path: str, dtype: torch.dtype, case: Sum, generator: torch.Generator, layout: str = ""
-) -> Call:
+) -> Summed:
     """With a layout operands lie among NaN, and are small integers: the result is defined whoever multiplies.
 
     Else partials are those of tpk.matmul: same operands, same product.
@@ -123,7 +125,7 @@ def sum_call(
                 poison_(operand)
         return out
 
-    return Call(run, want.to(out_dtype))
+    return Summed(run, want.to(out_dtype))
 
 
 def check_all_reduce(ctx: Any, path: str, dtype: torch.dtype, seed: int) -> None:
@@ -131,7 +133,7 @@ def check_all_reduce(ctx: Any, path: str, dtype: torch.dtype, seed: int) -> None
     generator = torch.Generator(ctx.device).manual_seed(seed)  # the same data on every rank
     with Failures() as failures:
         for case in SUMS:
-            for way in (*small.WAYS, None, "usual"):
+            for way in (*small.SUM_WAYS, None, "usual"):
                 with failures.case(f"{way}, {case}"):
                     exact = way is None
                     call = sum_call(ctx, path, dtype, case, generator, "rows_odd" if exact else "")
@@ -182,12 +184,41 @@ def check_gradients(ctx: Any, path: str) -> None:
         assert len(runs) == 1 and runs.pop() in ("fused+cublas", "fused+blas"), log
 
 
-def _several(ctx: Any, path: str, seed: int) -> list[Call]:
-    """Sizes of every way, each with two sets of data."""
+def check_few_rows(ctx: Any, path: str, dtype: torch.dtype, seed: int) -> None:
+    """Gathers and reduce-scatters: all that is checked of those which overlap."""
+    for check in (fused_checks.check_gather, fused_checks.check_scatter, fused_checks.check_reference):
+        check.__wrapped__(ctx, path, dtype, seed)  # without overlaps()
+    fused_gradients.check_gradients.__wrapped__(ctx, path, dtype, seed)
+
+
+def check_sums_are_in_order(ctx: Any, path: str, seed: int) -> None:
+    """A small reduce-scatter gives the bits of a small all-reduce: those of the other paths."""
+    generator = torch.Generator(ctx.device).manual_seed(seed)
+    for sizes, n in (([5] * ctx.world, 72), ([0, 13, *[2] * (ctx.world - 2)], 333)):
+        make = lambda *shape: randn(*shape, dtype=BF16, generator=generator)  # noqa: E731
+        as_, bs = ([make(ctx.world, *s)[ctx.rank] for _ in "ab"] for s in ((sum(sizes), 64), (64, n)))
+        bias, residual = make(n), make(sum(sizes), n)
+        want = tpk.matmul_all_reduce(as_, bs, ctx.group, bias=bias, residual=residual, path=path)
+        mine = residual.split(sizes)[ctx.rank]
+        out = tpk.matmul_reduce_scatter(
+            as_, bs, ctx.group, shard_sizes=sizes, bias=bias, residual=mine, path=path
+        )
+        different = differences(out, want.split(sizes)[ctx.rank])
+        assert not different, different
+
+
+Made = tuple[Callable[[], list[Tensor]], list[Tensor]]  # a call, and what it gives, to the bit
+
+
+def _several(ctx: Any, path: str, seed: int) -> list[Made]:
+    """Sums of every way, gathers and reduce-scatters, each with two sets of data."""
     generator = torch.Generator(ctx.device).manual_seed(seed)
     some = [Sum((1,), 8), Sum((16,), 333, bias=True), Sum((128,), 2048, residual=True), Sum((512,), 4096)]
     some.append(Sum((64,), 4096, out_dtype=torch.float32))
-    return [sum_call(ctx, path, BF16, case, generator) for case in some for _ in range(2)]
+    sums = [sum_call(ctx, path, BF16, case, generator) for case in some for _ in range(2)]
+    others = mixed_calls(ctx, path, seed)
+    firsts = [(call.run, first) for call, first in zip(others, first_results(others), strict=True)]
+    return [*((lambda call=call: [call.run()], [call.want]) for call in sums), *firsts]
 
 
 def check_repeats(ctx: Any, path: str, iterations: int, seed: int) -> None:
@@ -199,9 +230,10 @@ def check_repeats(ctx: Any, path: str, iterations: int, seed: int) -> None:
         for _ in range(iterations):
             pick = together.randrange(len(calls))
             delay(ctx, alone)
-            out = calls[pick].run()
-            wrong[pick] += differs(out, calls[pick].want)
-            poison_(out)
+            run, wants = calls[pick]
+            for out, want in zip(run(), wants, strict=True):
+                wrong[pick] += differs(out, want)
+                poison_(out)
         synchronize(ctx)
     assert not wrong.any(), f"wrong results of {iterations} calls, by kind: {wrong.tolist()}"
 
@@ -218,7 +250,9 @@ def check_graphs(ctx: Any, path: str, replays: int, seed: int) -> None:
 
         def step(x: Tensor = x, w: Tensor = w) -> Tensor:
             y = tpk.matmul_all_reduce(x, w, ctx.group, path=path)
-            return tpk.matmul_all_reduce(y, w.t(), ctx.group, path=path)
+            y = tpk.matmul_all_reduce(y, w.t(), ctx.group, path=path)
+            h = tpk.all_gather_matmul(y, w, ctx.group, path=path)
+            return tpk.matmul_reduce_scatter(h, w.t(), ctx.group, path=path)
 
         step()
         steps.append((x, step))
@@ -235,8 +269,9 @@ def check_graphs(ctx: Any, path: str, replays: int, seed: int) -> None:
             (x, step), (graph, out) = steps[pick], graphs[pick]
             x.copy_(randn(*x.shape, dtype=BF16, generator=data))
             if eager:
-                call = together.choice(calls)
-                wrong[0] += differs(call.run(), call.want)
+                run, wants = together.choice(calls)
+                for got, want in zip(run(), wants, strict=True):
+                    wrong[0] += differs(got, want)
             delay(ctx, alone)
             poison_(out)
             for _ in range(together.randrange(1, 4)):
@@ -251,10 +286,16 @@ def check_first_use_in_a_capture(ctx: Any, path: str, capture: Callable[[Any], A
     group = new_group(ctx, list(range(ctx.world)))
     here = replace(ctx, group=group, group_name=group.group_name)
     x, w = torch.ones(64, 8, dtype=BF16), torch.ones(8, 256, dtype=BF16)
-    call = lambda: tpk.matmul_all_reduce(x, w, here.group, path=path)  # noqa: E731
+    ops = (tpk.matmul_all_reduce, tpk.all_gather_matmul, tpk.matmul_reduce_scatter)
     with unchecked():
-        with capture(ctx):
-            expect(tpk.errors.BackendError, [FUSED, "captur"], call)
+        for op in ops:
+            with capture(ctx):
+                expect(
+                    tpk.errors.BackendError,
+                    [FUSED, "captur"],
+                    lambda op=op: op(x, w, here.group, path=path),
+                )
         tpk.reserve(group, max_m=1, all_reduce_n=1)
-        with capture(ctx):
-            call()
+        for op in ops:
+            with capture(ctx):
+                op(x, w, here.group, path=path)

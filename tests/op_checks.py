@@ -15,7 +15,9 @@ F64 = torch.float64
 
 
 def on_device(ctx, check, *args):
-    """Run a check with the rank's device as the default one."""
+    """Run a check with the rank's device as the default one. cuBLAS sums in fp32, as all else here."""
+    settings = torch.backends.cuda.matmul
+    settings.allow_bf16_reduced_precision_reduction = settings.allow_fp16_reduced_precision_reduction = False
     with ctx.device:
         return check(ctx, *args)
 

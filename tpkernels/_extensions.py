@@ -1,9 +1,10 @@
 """Loads the compiled parts of the package and remembers what could not be loaded, and why.
 
-`_C` (op schemas, CPU executor) is required. `_C_sm80` (CUDA ops, the portable kernel), `_C_sm90a` (Hopper kernels)
-and `_host` (the planner as a Python module) are optional: the package imports without them, on any machine, and
-`status()` tells what is missing. Those named `_C` have no Python symbols; they are dynamic libraries that register ops
-when torch loads them. The ops of `_C_sm80` call the kernels of `_C_sm90a` once they know their address.
+`_C` (op schemas, CPU executor) is required. `_C_sm80` (CUDA ops, the portable kernel), `_C_sm90a` (Hopper kernels),
+`_C_nvshmem` (rows by NVSHMEM) and `_host` (the planner as a Python module) are optional: the package imports without
+them, on any machine, and `status()` tells what is missing. Those named `_C` have no Python symbols; they are dynamic
+libraries that register ops when torch loads them. The ops of `_C_sm80` call the kernels of `_C_sm90a` once they know
+their address.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class ExtensionStatus:
     """What became of one extension.
 
     Attributes:
-        name: "_C", "_C_sm80", "_C_sm90a" or "_host".
+        name: "_C", "_C_sm80", "_C_sm90a", "_C_nvshmem" or "_host".
         loaded: whether its code can be used in this process.
         path: the file, or None where it was not built.
         reason: why it is not loaded; empty where it is.
@@ -73,6 +74,7 @@ def load_all() -> None:
     _statuses["_C"] = ExtensionStatus("_C", True, path)
     _statuses["_C_sm80"] = _load_cuda("_C_sm80")
     _statuses["_C_sm90a"] = _load_hopper("_C_sm90a")
+    _statuses["_C_nvshmem"] = _load_nvshmem("_C_nvshmem")
     _statuses["_host"] = _load_host()
 
 
@@ -162,6 +164,36 @@ def _load_hopper(name: str) -> ExtensionStatus:
     except (AttributeError, RuntimeError) as error:  # a library of another version, without the op
         return ExtensionStatus(name, False, status.path, str(error).strip().splitlines()[0])
     return status
+
+
+def _load_nvshmem(name: str) -> ExtensionStatus:
+    """Loads what carries rows by NVSHMEM, unless the process has another NVSHMEM than it was compiled with."""
+    if not is_loaded("_C_sm90a"):
+        path = _find(name)
+        reason = (
+            f"_C_sm90a, which it serves, is not loaded ({why_not('_C_sm90a')})" if path else _not_built(name)
+        )
+        return ExtensionStatus(name, False, path, reason)
+    status = _load_cuda(name)
+    if not status.loaded:
+        return status
+    versions = [".".join(map(str, v)) for v in _halves(torch.ops.tpkernels.nvshmem_versions())]
+    reason = nvshmem_mismatch(*versions)
+    return ExtensionStatus(name, not reason, status.path, reason)
+
+
+def _halves(numbers: list[int]) -> tuple[list[int], list[int]]:
+    return numbers[: len(numbers) // 2], numbers[len(numbers) // 2 :]
+
+
+def nvshmem_mismatch(compiled: str, loaded: str) -> str:
+    """Why these versions of NVSHMEM do not go together; empty if they do. Its device code is part of `_C_nvshmem`."""
+    if compiled == loaded:
+        return ""
+    return (
+        f"it was compiled with NVSHMEM {compiled}, but torch has loaded {loaded}; build it again with "
+        f"TPK_WITH_NVSHMEM=1 {BUILD_COMMAND}"
+    )
 
 
 def _load_host() -> ExtensionStatus:

@@ -68,6 +68,9 @@ class Piece:
     @property
     def granules(self) -> int:
         """Above 0: tiles are cut at multiples of K / granules only."""
+    @property
+    def turn(self) -> int:
+        """Tickets [turn * workers, (turn + 1) * workers) walk it."""
 
 class Schedule:
     """Who computes which iterations of which tile, in which order of time."""
@@ -346,8 +349,15 @@ class ProgressReport:
     def blocked(self) -> list[str]:
         """One sentence for every worker that waits in vain."""
 
-def own_tiles_apart(schedule: Schedule, first_own: int) -> bool:
-    """Whether no worker meets an own tile (position ``first_own`` or later) before a tile of another rank."""
+def tiles_apart(schedule: Schedule, position: int) -> bool:
+    """Whether no worker meets a tile at ``position`` or later before one in front of it."""
+
+def start_turn(schedule: Schedule, position: int) -> Schedule:
+    """The same work, tiles from ``position`` on by tickets behind those of all tiles in front of it.
+
+    Raises:
+        ValueError: a streamed piece has tiles on both sides.
+    """
 
 def simulate_progress(
     programs: Sequence[RankProgram],

@@ -23,34 +23,35 @@ using Random = std::minstd_rand;
 
 enum class Mutation {
   kNone,
-  kSkipConsumed,     // enter does not wait for the peers
+  kSkipEntered,      // enter does not wait for the peers
   kFlagBeforeRows,   // the engine raises a flag, then copies
-  kLeaveBeforeRead,  // consumed is published while CTAs read
-  kLeaveBeforeJoin,  // ... while the engine still pushes
+  kEnterBeforeRead,  // a rank says that it has come to the next call while CTAs read
+  kEnterBeforeJoin,  // ... while the engine still pushes
   kReadBeforeFlag,   // CTAs do not wait for rows
   kSendBeforeBell,   // the engine does not wait for the doorbell
   kRelaxedStores,    // words are written without release ...
   kRelaxedLoads,     // ... or read without acquire: x86 does not care, ThreadSanitizer does
 };
 constexpr const char* kMutations[] = {"none",
-                                      "skip_consumed",
+                                      "skip_entered",
                                       "flag_before_rows",
-                                      "leave_before_read",
-                                      "leave_before_join",
+                                      "enter_before_read",
+                                      "enter_before_join",
                                       "read_before_flag",
                                       "send_before_bell",
                                       "relaxed_stores",
                                       "relaxed_loads"};
 
-enum class Kind { kGather, kScatter };
-enum class Kinds { kGather, kScatter, kBoth };  // of a run's calls; both: in turn
-enum class Stop { kNever, kBeforeEnter, kBeforeLeave, kProduct };
+enum class Kind { kGather, kScatter, kSum };
+constexpr int kNumKinds = 3;
+enum class Kinds { kGather, kScatter, kSum, kAll };  // of a run's calls; all: in turn
+enum class Stop { kNever, kBeforeEnter, kPushes, kProduct };
 
 struct Options {
   int world = 8;
   int ctas = 2;
   int calls = 100;
-  Kinds kinds = Kinds::kBoth;
+  Kinds kinds = Kinds::kAll;
   uint32_t first_epoch = 0;
   uint32_t seed = 1;
   std::chrono::nanoseconds timeout = std::chrono::seconds(60);
@@ -140,8 +141,8 @@ inline Call make_call(const Options& o, int index) {
   Random random(o.seed * 7919u + static_cast<uint32_t>(index) + 1);
   random.discard(3);
   Call call;
-  const bool scatter = o.kinds == Kinds::kBoth ? index % 2 == 1 : o.kinds == Kinds::kScatter;
-  call.kind = scatter ? Kind::kScatter : Kind::kGather;
+  call.kind = static_cast<Kind>(o.kinds == Kinds::kAll ? index % kNumKinds : static_cast<int>(o.kinds));
+  const bool scatter = call.kind != Kind::kGather;
   call.reads = o.equal_shards || scatter || random() % 4 != 0;
   const auto all = random() % 8;  // 0: no rows at all, 1: one rank has all
   const auto one = static_cast<int>(random() % o.world);
@@ -165,14 +166,15 @@ struct Failure {
 // What the ranks of a run share.
 struct Group {
   explicit Group(const Options& options) : o(options) {
-    const size_t words = Page::kBytes / 4 + static_cast<size_t>(o.world) * kMostShardRows;
+    // Slots, and results.
+    const size_t words = Page::kBytes / 4 + 2 * static_cast<size_t>(o.world) * kMostShardRows;
     for (auto& pages_of_kind : pages) {
       for (int r = 0; r < o.world; ++r) {
         memory.push_back(std::make_unique<uint32_t[]>(words));
         const Page page = Page::at(reinterpret_cast<uint64_t>(memory.back().get()));
         *page.epoch() = o.first_epoch;
-        for (int p = 0; p < o.world; ++p) *page.consumed(p) = o.first_epoch;
-        for (int c = 0; c < kMaxChunks; ++c) *page.arrived(c) = o.first_epoch;
+        for (int p = 0; p < o.world; ++p) *page.entered(p) = o.first_epoch;
+        for (int c = 0; c < kMaxChunks; ++c) *page.arrived(c) = *page.sums(c) = o.first_epoch;
         pages_of_kind.push_back(page);
       }
     }
@@ -185,7 +187,7 @@ struct Group {
 
   Options o;
   std::vector<std::unique_ptr<uint32_t[]>> memory;
-  std::vector<Page> pages[2];  // by kind and rank
+  std::vector<Page> pages[kNumKinds];  // by kind and rank
   std::atomic<int64_t> rows_read{0};
   std::atomic<int64_t> wrong{0};
   std::mutex mutex;

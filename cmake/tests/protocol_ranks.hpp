@@ -1,4 +1,4 @@
-// Ranks of host/protocol.hpp as threads: each has a main stream, a copy engine and some CTAs.
+// Ranks of host/protocol.hpp as threads: each has a main stream, a copy engine of two streams and some CTAs.
 #pragma once
 
 #include <algorithm>
@@ -21,13 +21,14 @@ class Rank {
         rank_(rank),
         memory_{static_cast<uint64_t>(o_.timeout.count()), o_.mutation == Mutation::kRelaxedStores,
                 o_.mutation == Mutation::kRelaxedLoads},
-        fork_(2 + o_.ctas),
+        fork_(3 + o_.ctas),
         computed_(1 + o_.ctas),
-        joined_(2),
+        joined_(3),
         own_(kMostShardRows),
+        out_(kMostShardRows),
         send_(static_cast<size_t>(o_.world) * kMostShardRows) {
     threads_.emplace_back([this] { run_main(); });
-    threads_.emplace_back([this] { run_engine(); });
+    for (int stream = 0; stream < 2; ++stream) threads_.emplace_back([this, stream] { run_engine(stream); });
     for (int c = 0; c < o_.ctas; ++c) threads_.emplace_back([this, c] { run_cta(c); });
   }
 
@@ -43,6 +44,7 @@ class Rank {
   const Page& page(int rank) const { return g_.pages[static_cast<int>(call_.kind)][rank]; }
   uint32_t* buffer(int rank) const { return static_cast<uint32_t*>(page(rank).buffer()); }
   uint32_t* slot(int owner, int sender) const { return buffer(owner) + sender * kMostShardRows; }
+  uint32_t* results(int rank, int owner) const { return slot(rank, o_.world + owner); }
   Random random_of(int thread) const { return Random(o_.seed * 131u + rank_ * 17u + thread + 1u); }
 
   void fail(const char* thread, const Missed& missed) {
@@ -60,19 +62,19 @@ class Rank {
     for (index_ = 0; index_ < o_.calls; ++index_) {
       if (!begin_call(random)) break;
       fork_.arrive_and_wait();
-      if (mutated(Mutation::kLeaveBeforeRead)) leave(memory_, pages(), o_.world, rank_);
+      if (mutated(Mutation::kEnterBeforeRead)) say_next();
       computed_.arrive_and_wait();
-      if (mutated(Mutation::kLeaveBeforeJoin)) leave(memory_, pages(), o_.world, rank_);
+      if (call_.kind == Kind::kSum && !failed_.load() && !stops(Stop::kProduct) && !stops(Stop::kPushes))
+        collect(random);
+      if (mutated(Mutation::kEnterBeforeJoin)) say_next();
       joined_.arrive_and_wait();
-      if (failed_.load() || stops(Stop::kBeforeLeave)) break;
+      if (failed_.load() || stops(Stop::kPushes)) break;
       // What was read is gone. Rows that nobody waited for may still be on their way.
-      if (call_.reads) std::fill_n(buffer(rank_), o_.world * kMostShardRows, kPoison);
+      if (call_.reads) std::fill_n(buffer(rank_), 2 * o_.world * kMostShardRows, kPoison);
       std::fill(own_.begin(), own_.end(), kPoison);
+      std::fill(out_.begin(), out_.end(), kPoison);
       std::fill(send_.begin(), send_.end(), kPoison);
       pause(random);
-      if (!mutated(Mutation::kLeaveBeforeRead) && !mutated(Mutation::kLeaveBeforeJoin)) {
-        leave(memory_, pages(), o_.world, rank_);
-      }
     }
     ends_ = true;
     fork_.arrive_and_wait();
@@ -85,32 +87,41 @@ class Rank {
     plan_tiles();
     pause(random, true);
     Missed missed;
-    if (mutated(Mutation::kSkipConsumed)) {
-      advance_epoch(memory_, page(rank_), epoch_of(memory_, page(rank_)));
-    } else if (!enter(memory_, page(rank_), o_.world, rank_, &missed)) {
+    if (mutated(Mutation::kSkipEntered)) {
+      advance_epoch(memory_, page(rank_), epoch_of(memory_, page(rank_)) + 1);
+    } else if (!enter(memory_, pages(), o_.world, rank_, &missed)) {
       fail("main", missed);
       return false;
     }
     return true;
   }
 
+  // What enter of the next call would say.
+  void say_next() {
+    for (int peer = 0; peer < o_.world; ++peer) {
+      if (peer != rank_) publish_entered(memory_, page(peer), rank_, epoch_of(memory_, page(rank_)) + 1);
+    }
+  }
+
   const Page* pages() const { return g_.pages[static_cast<int>(call_.kind)].data(); }
 
-  // Gather: rows of M in the order in which they arrive. Scatter: rank + 1 first, own ones last.
+  // Gather: rows of M in the order in which they arrive. Scatter, sum: chunk after chunk.
   void plan_tiles() {
     tiles_.clear();
     next_tile_.store(0, std::memory_order_relaxed);
     if (stops(Stop::kProduct) || !call_.reads) return;
-    if (call_.kind == Kind::kScatter) {
-      for (int step = 1; step <= o_.world; ++step) {
-        const int owner = scatter_peer(rank_, step, o_.world);
-        for (int64_t at = 0; at < call_.rows[owner]; at += kTileRows) {
-          tiles_.push_back({at, min64(at + kTileRows, call_.rows[owner]), owner});
+    const ChunkList& chunks = call_.chunks;
+    order_ = leaving_order(chunks, rank_, o_.world, call_.kind == Kind::kSum);
+    if (call_.kind != Kind::kGather) {
+      for (const int32_t c : order_) {
+        const int owner = chunks.owner(c);
+        const int64_t end = chunks.row_end[c] - call_.begin(owner);
+        for (int64_t at = chunks.begin(c) - call_.begin(owner); at < end; at += kTileRows) {
+          tiles_.push_back({at, min64(at + kTileRows, end), owner});
         }
       }
       return;
     }
-    const ChunkList& chunks = call_.chunks;
     const int64_t total = chunks.count == 0 ? 0 : chunks.row_end[chunks.count - 1];
     const int64_t count = ceil_div(total, kTileRows);
     const int64_t start = ceil_div(call_.begin(rank_), kTileRows);
@@ -120,13 +131,17 @@ class Rank {
     }
   }
 
-  // ---- The copy engine.
+  // ---- The copy engine: a thread for each stream, which does what is enqueued on it.
 
   struct Engine {
     Rank& r;
+    int stream;
     Random random;
+    int current = 0;
     Missed missed{};
 
+    bool mine() const { return current == stream; }
+    void change_stream() { current = 1 - current; }
     void move(int peer, int index, uint32_t* to, const uint32_t* from, int64_t rows) {
       pause(random);
       if (r.mutated(Mutation::kFlagBeforeRows)) {
@@ -134,24 +149,39 @@ class Rank {
         pause(random, true);
       }
       std::memcpy(to, from, rows / 2 * 4);
-      pause(random, r.mutated(Mutation::kLeaveBeforeJoin));
+      pause(random, r.mutated(Mutation::kEnterBeforeJoin));
       std::memcpy(to + rows / 2, from + rows / 2, (rows - rows / 2) * 4);
     }
-    void copy(int peer, int chunk) {
+    void push(int peer, int chunk, int index) {
+      if (!mine()) return;
       const ChunkList& chunks = r.call_.chunks;
       const int begin = chunks.begin(chunk);
       if (r.call_.kind == Kind::kGather) {
-        move(peer, chunk, r.buffer(peer) + begin, r.own_.data() + (begin - r.call_.begin(r.rank_)),
+        move(peer, index, r.buffer(peer) + begin, r.own_.data() + (begin - r.call_.begin(r.rank_)),
              chunks.rows(chunk));
       } else {
         const int in_shard = begin - r.call_.begin(peer);
-        move(peer, arrived_index(chunks, peer, r.rank_, chunk), r.slot(peer, r.rank_) + in_shard,
-             r.send_.data() + peer * kMostShardRows + in_shard, chunks.rows(chunk));
+        move(peer, index, r.slot(peer, r.rank_) + in_shard, r.send_.data() + peer * kMostShardRows + in_shard,
+             chunks.rows(chunk));
       }
+      raise(peer, index);
     }
     bool take_bell(int chunk) {
+      if (!mine()) return true;
       if (r.mutated(Mutation::kSendBeforeBell)) return true;
       return protocol::take_bell(r.memory_, r.page(r.rank_), chunk, r.rank_, &missed);
+    }
+    void send_sums(int chunk) {
+      if (!mine()) return;
+      const ChunkList& chunks = r.call_.chunks;
+      const int in_shard = chunks.begin(chunk) - r.call_.begin(r.rank_);
+      for (int step = 1; step < r.o_.world; ++step) {
+        const int peer = gather_peer(r.rank_, step, r.o_.world);
+        pause(random);
+        std::memcpy(r.results(peer, r.rank_) + in_shard, r.out_.data() + in_shard, chunks.rows(chunk) * 4);
+        r.memory_.template store_release<Scope::kSys>(r.page(peer).sums(chunk),
+                                                      epoch_of(r.memory_, r.page(r.rank_)));
+      }
     }
     void raise(int peer, int index) {
       raise_arrived(r.memory_, r.page(r.rank_), r.page(peer), index);
@@ -159,14 +189,15 @@ class Rank {
     }
   };
 
-  void run_engine() {
-    Engine engine{*this, random_of(1)};
+  void run_engine(int stream) {
     while (true) {
       fork_.arrive_and_wait();
       if (ends_) return;
-      if (call_.kind == Kind::kGather) {
+      Engine engine{*this, stream, random_of(100 + 2 * index_ + stream)};
+      if (stops(Stop::kPushes)) {
+      } else if (call_.kind == Kind::kGather) {
         push_gather(engine, call_.chunks, rank_, o_.world);
-      } else if (!push_scatter(engine, call_.chunks, rank_, o_.world)) {
+      } else if (!push_scatter(engine, call_.chunks, order_, rank_, call_.kind == Kind::kSum)) {
         fail("engine", engine.missed);
       }
       joined_.arrive_and_wait();
@@ -227,12 +258,16 @@ class Rank {
       send_[tile.owner * kMostShardRows + row] = value_of(index_, rank_, row);
     }
     pause(random);
+    ring(tile);
+    return true;
+  }
+
+  void ring(const Tile& tile) {
     for_chunks(tile, [&](int c, int64_t rows) {
       count_and_ring(memory_, page(rank_), c, static_cast<uint32_t>(rows),
                      static_cast<uint32_t>(call_.chunks.rows(c)));
       return true;
     });
-    return true;
   }
 
   // Calls f(chunk, rows) for every chunk that a scatter's tile has rows of, while it returns true.
@@ -267,9 +302,32 @@ class Rank {
         want = 31 * want + own;
       }
       expect(sum, want);
+      out_[row] = sum;
     }
     g_.rows_read.fetch_add((tile.end - tile.begin) * o_.world, std::memory_order_relaxed);
+    if (call_.kind == Kind::kSum) ring(tile);
     return true;
+  }
+
+  // What the collect kernel does: sums of the others.
+  void collect(Random& random) {
+    const ChunkList& chunks = call_.chunks;
+    const uint32_t epoch = epoch_of(memory_, page(rank_));
+    for (int c = 0; c < chunks.count; ++c) {
+      const int owner = chunks.owner(c);
+      if (owner == rank_) continue;
+      Missed missed;
+      if (!mutated(Mutation::kReadBeforeFlag) && !wait_sums(memory_, page(rank_), c, owner, epoch, &missed)) {
+        return fail("collect", missed);
+      }
+      pause(random);
+      const int64_t first = call_.begin(owner);
+      for (int64_t row = chunks.begin(c) - first; row < chunks.row_end[c] - first; ++row) {
+        uint32_t want = 0;
+        for (int sender = 0; sender < o_.world; ++sender) want = 31 * want + value_of(index_, sender, row);
+        expect(results(rank_, owner)[row], want);
+      }
+    }
   }
 
   Group& g_;
@@ -278,14 +336,16 @@ class Rank {
   const ThreadMemory memory_;
   std::barrier<> fork_;      // all threads
   std::barrier<> computed_;  // main and CTAs: the product's kernel has ended
-  std::barrier<> joined_;    // main and engine
+  std::barrier<> joined_;    // main and the engine's streams
   // Written by main before the fork.
   int index_ = 0;
   bool ends_ = false;
   Call call_;
+  std::vector<int32_t> order_;  // of chunks that leave
   std::vector<Tile> tiles_;
   std::atomic<int> next_tile_{0};
   std::vector<uint32_t> own_;   // the user's tensor of a gather
+  std::vector<uint32_t> out_;   // own rows of the result
   std::vector<uint32_t> send_;  // of a scatter, by owner
   std::atomic<bool> failed_{false};
   std::vector<std::jthread> threads_;  // last: they use the rest

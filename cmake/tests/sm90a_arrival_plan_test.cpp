@@ -37,8 +37,10 @@ GemmPlan old_choice(const Problem& p, const std::string& schedule, const Demands
         o.workers = r.clusters[t][c];
         o.splits = n;
         o.shard_tiles = placement.shard_tiles;
-        const Schedule s = make_schedule(kind, placement.order.size(), iters_per_tile(p, shape), o);
-        if (ranks.direction == Direction::kDeparture && !own_tiles_apart(s, placement.first_own)) return;
+        Schedule s = make_schedule(kind, placement.order.size(), iters_per_tile(p, shape), o);
+        for (const int64_t position : placement.turns) {
+          if (!tiles_apart(s, position)) return;
+        }
         const double us = predict_us(p, s, tile, kClusterShapes[c], min64(r.clusters[t][c], s.workers),
                                      demands, kCostHopper);
         if (best.plan.predicted_us >= 0 && us >= best.plan.predicted_us) return;
@@ -48,6 +50,7 @@ GemmPlan old_choice(const Problem& p, const std::string& schedule, const Demands
         best.plan.predicted_us = us;
         best.plan.kind = kind;
         best.plan.order = placement.order;
+        for (const int64_t position : placement.turns) s = start_turn(s, position);
         best.plan.schedule = s;
       };
       if (schedule == "every_shard") {

@@ -1,13 +1,14 @@
 // Plans of products whose rows belong to ranks: no tile has rows of two, all rows are covered once, tiles of
-// rank
-// + 1 come first and own ones last, and no plan that is taken lets a worker wait before it has done what
-// others wait for.
+// rank + 1 come first and own ones last, or chunk by chunk, and an own one's ticket is behind those of all
+// tiles that peers need for theirs.
+#include <algorithm>
 #include <cstdint>
 #include <random>
 #include <string>
 #include <vector>
 
 #include "check.hpp"
+#include "host/pushes.hpp"
 #include "kernels/sm90a/plan.hpp"
 
 namespace {
@@ -27,25 +28,33 @@ Ranks ranks_with(const std::vector<int32_t>& rows, int32_t rank, Direction direc
   return r;
 }
 
-// The rank that a row of tiles belongs to, and its rows: what scheduler.cuh works out.
+// Blocks of rows in order of time, each of whole chunks.
+void set_blocks(Ranks& ranks, int64_t least_bytes, bool sums) {
+  std::vector<int64_t> shards;
+  for (int32_t r = 0; r < ranks.rows.world; ++r)
+    shards.push_back(ranks.rows.row_end[r] - ranks.rows.begin(r));
+  const auto chunks = protocol::cut_chunks(shards, 1, least_bytes, 4);
+  for (const int32_t c : protocol::leaving_order(chunks, ranks.rows.rank, ranks.rows.world, sums))
+    ranks.blocks[ranks.num_blocks++] = {chunks.begin(c), chunks.row_end[c]};
+}
+
 struct TileRows {
-  int32_t rank = 0;
+  int32_t block = 0;
   int64_t begin = 0;
   int64_t end = 0;
 };
 TileRows rows_of(const RowBlocks& blocks, int64_t tile_row, int64_t bm) {
   TileRows r;
-  while (r.rank + 1 < blocks.count && tile_row >= blocks.first_tile[r.rank + 1]) ++r.rank;
-  r.begin = blocks.row_begin[r.rank] + (tile_row - blocks.first_tile[r.rank]) * bm;
-  r.end = min64(r.begin + bm, blocks.row_begin[r.rank + 1]);
+  while (tile_row >= blocks.first_tile[r.block + 1]) ++r.block;
+  r.begin = blocks.rows[r.block].begin + (tile_row - blocks.first_tile[r.block]) * bm;
+  r.end = min64(r.begin + bm, blocks.rows[r.block].end);
   return r;
 }
 
-// together: rows that leave as one, see DepartureHook.
 void check_departure(const std::vector<int32_t>& rows, int32_t rank, int64_t n, int64_t multiprocessors,
-                     int32_t together) {
+                     int32_t together, bool sums) {
   Ranks ranks = ranks_with(rows, rank, Direction::kDeparture);
-  ranks.together = together;
+  set_blocks(ranks, together, sums);
   const auto world = static_cast<int32_t>(rows.size());
   const int64_t m = ranks.rows.row_end[world - 1];
   std::string context =
@@ -64,43 +73,49 @@ void check_departure(const std::vector<int32_t>& rows, int32_t rank, int64_t n, 
       ++cases;
       const std::string here = context + " " + schedule + " " + name(plan.tile, plan.cluster);
       TPK_CHECK(plan.waits_safely, here);
-      TPK_CHECK(plan.plan.schedule.workers <=
-                    residency.clusters[static_cast<int>(plan.tile)][cluster_index(plan.cluster)],
-                here);
       const TileOrder& order = plan.plan.order;
-      // What leaves together is not begun before what leaves before it is done, as far as tiles allow.
       const int64_t bm = plan.plan.tile.bm;
-      TPK_CHECK(together == 0 || order.group_m * bm <= max64(bm, together), here);
       TPK_CHECK(order.group_m <= 8, here);
+      // Block after block, and every row once.
       std::vector<int> covered(static_cast<size_t>(m), 0);
-      int32_t last = -1;
+      int32_t last = 0;
       for (int64_t i = 0; i < order.size(); ++i) {
         const TileCoord c = order.at(i);
-        const TileRows t = rows_of(plan.blocks, c.m, plan.plan.tile.bm);
-        TPK_CHECK(t.begin < t.end, here);
-        const auto turn = static_cast<int32_t>(departure_class(t.rank, rank, world));
-        TPK_CHECK(turn >= last, here);
-        last = turn;
+        const TileRows t = rows_of(plan.blocks, c.m, bm);
+        TPK_CHECK(t.begin < t.end && t.block >= last, here);
+        last = t.block;
         for (int64_t row = t.begin; c.n == 0 && row < t.end; ++row) covered.at(static_cast<size_t>(row))++;
       }
       for (const int times : covered) TPK_CHECK(times == 1, here);
-      // An own tile is no worker's work before one of another rank's.
+      // Who draws an own tile knows that all tiles of blocks in front of that run of own ones are drawn.
+      // Nothing is left out.
       const Schedule& s = plan.plan.schedule;
-      for (int64_t w = 0; w < s.workers; ++w) {
-        bool own = false;
-        for (const Segment& segment : worker_segments(s, w)) {
-          const bool mine =
-              rows_of(plan.blocks, order.at(segment.position).m, plan.plan.tile.bm).rank == rank;
-          TPK_CHECK(mine || !own, here);
-          own = own || mine;
+      const auto is_own = [&](int32_t block) {
+        const RowSpan& span = plan.blocks.rows[block];
+        return span.begin >= ranks.rows.begin(rank) && span.begin < ranks.rows.row_end[rank];
+      };
+      int64_t iterations = 0;
+      int32_t waits_for = 0;  // own tiles of tickets so far: for blocks in front of this one
+      for (int64_t t = 0; t < s.tickets(); ++t) {
+        const int32_t before = waits_for;
+        for (const Segment& segment : worker_segments(s, t)) {
+          const int32_t block = rows_of(plan.blocks, order.at(segment.position).m, bm).block;
+          TPK_CHECK(is_own(block) || block >= before, here);
+          int32_t run = block;
+          while (run > 0 && is_own(run - 1)) --run;
+          if (is_own(block)) waits_for = std::max(waits_for, run);
+          TPK_CHECK(segment.slot < s.num_slots && segment.end_slot <= s.num_slots, here);
+          iterations += segment.k_end - segment.k_begin;
         }
       }
+      TPK_CHECK(iterations == order.size() * s.k_iters, here);
     }
   }
 }
 
 void check_refused() {
-  const Ranks ranks = ranks_with({512, 512, 512, 512}, 1, Direction::kDeparture);
+  Ranks ranks = ranks_with({512, 512, 512, 512}, 1, Direction::kDeparture);
+  set_blocks(ranks, 1 << 20, false);
   for (const char* schedule : {"stream_k", "split_k"}) {
     ++cases;
     std::string said;
@@ -124,7 +139,7 @@ void check_keys() {
   TPK_CHECK(one != key({10, 20}, 0, Direction::kDeparture), one);
   TPK_CHECK(one != key({11, 19}, 0, Direction::kArrival), one);
   Ranks parts = ranks_with({10, 20}, 0, Direction::kArrival);
-  parts.together = 256;
+  parts.blocks[parts.num_blocks++] = {0, 10};
   TPK_CHECK(one != parts.key(), one);
 }
 
@@ -138,9 +153,10 @@ int main() {
     rows[random() % rows.size()] += 1;
     const auto rank = static_cast<int32_t>(random() % rows.size());
     check_departure(rows, rank, 1 + static_cast<int64_t>(random() % 4000), i % 3 == 0 ? 33 : 132,
-                    static_cast<int32_t>(random() % 5) * 256);
+                    1 + static_cast<int32_t>(random() % 5) * 256, i % 2 == 0);
   }
-  check_departure({1024, 1024, 1024, 1024, 1024, 1024, 1024, 1024}, 3, 8192, 132, 512);
+  for (const bool sums : {false, true})
+    check_departure({1024, 1024, 1024, 1024, 1024, 1024, 1024, 1024}, 3, 8192, 132, 512, sums);
   check_refused();
   check_keys();
   return tpk::test::result("sm90a departures", cases);

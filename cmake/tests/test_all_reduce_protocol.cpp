@@ -1,6 +1,7 @@
-// The small all-reduce, as kernels run it, on threads: ranks of several CTAs, thousands of calls, ways, sizes
-// and numbers of CTAs that change from call to call, random delays, poisoned halves, epochs that begin anew;
-// ranks that stop; and what must go wrong if a part of it is left out. Also slices, and what fits.
+// Small all-reduces, gathers and reduce-scatters, as kernels run them, on threads: ranks of several CTAs,
+// thousands of calls, ways, sizes, shards and numbers of CTAs that change from call to call, random delays,
+// poisoned halves, epochs that begin anew; ranks that stop; and what must go wrong if a part of it is left
+// out. Also slices, and what fits.
 //
 // With the name of a mutation as argument only that is run, for ThreadSanitizer to find.
 #include <cstring>
@@ -73,6 +74,8 @@ void check_stop(Stop stop, Way way, int world, int stopped) {
   TPK_CHECK(group.wrong.load() == 0, what + "stale data were used");
   const Word word = stop == Stop::kBeforeSums ? Word::kSums
                     : way == Way::kPackets    ? Word::kPacket
+                    : way == Way::kGather     ? Word::kRows
+                    : way == Way::kScatter    ? Word::kAddend
                                               : Word::kPart;
   std::set<int> ranks;
   for (const Missed& m : group.missed) {
@@ -94,7 +97,7 @@ Options mutated(Mutation mutation, int seed) {
   o.seed = static_cast<uint32_t>(seed);
   o.timeout = 300ms;
   o.mutation = mutation;
-  o.only_way = seed % 4 - 1;
+  o.only_way = seed % (kWays + 1) - 1;
   return o;
 }
 
@@ -138,26 +141,33 @@ void check_slices() {
   for (int i = 0; i < 4000; ++i) {
     ++cases;
     Call c;
-    c.way = static_cast<Way>(i % 3);
+    c.way = static_cast<Way>(i % kWays);
     c.world = static_cast<int32_t>(random() % (kMaxRanks - 1)) + 2;
     c.ctas = static_cast<int32_t>(random() % kMaxCtas) + 1;
     c.units = static_cast<int32_t>(random() % (i % 2 == 0 ? 300 : kMostUnits)) + 1;
+    for (int r = 0; r < c.world && has_shards(c.way); ++r) {
+      c.lengths[r] = random() % 3 == 0 ? 0 : static_cast<int32_t>(random() % (c.units / c.world + 1));
+    }
+    const Call before = c;
     c.cut();
-    int32_t end = 0;
-    for (int owner = 0; owner < (c.way == Way::kTwoShot ? c.world : 1); ++owner) {
+    const bool all = c.way == Way::kPackets || c.way == Way::kOneShot;
+    int64_t units = 0;
+    for (int owner = 0; owner < c.world; ++owner) {
+      int32_t end = c.begin(owner);
+      TPK_CHECK(end % 8 == 0 && (all ? end == 0 : end == owner * c.block_units), "blocks");
       for (int cta = 0; cta < c.ctas; ++cta) {
         const Slice s = c.slice(owner, cta);
-        TPK_CHECK(s.begin == end && s.end >= s.begin && s.end <= c.block(owner).end, "slices");
+        TPK_CHECK(s.begin == end && s.end >= s.begin && s.end <= c.begin(owner) + c.block_units, "slices");
         TPK_CHECK(s.end - s.begin <= c.slice_units && c.slice_units <= c.block_units + 7, "slices");
-        TPK_CHECK(s.begin % 8 == 0 || s.begin == c.units, "whole lines");
-        TPK_CHECK(s.begin == s.end || s.begin - c.block(owner).begin == cta * c.slice_units,
-                  "in their order");
+        TPK_CHECK(s.begin % 8 == 0 || s.begin == s.end, "whole lines");
         end = s.end;
       }
-      TPK_CHECK(end == c.block(owner).end, "slices cover a block");
+      TPK_CHECK(end - c.begin(owner) == c.lengths[owner], "slices cover a block");
+      TPK_CHECK(!has_shards(c.way) || c.lengths[owner] == before.lengths[owner], "a block is a shard");
+      units += c.lengths[owner];
     }
-    TPK_CHECK(end == c.units, "blocks cover all");
-    TPK_CHECK(c.slice(0, 0).end > 0, "CTA 0 of everyone has something to send: see all_reduce.hpp");
+    TPK_CHECK(has_shards(c.way) || units == int64_t{c.units} * (all ? c.world : 1), "blocks cover all");
+    TPK_CHECK(c.way != Way::kPackets || c.slice(0, 0).end > 0, "CTA 0 has a packet: see all_reduce.hpp");
   }
   TPK_CHECK(ctas_for(0, 512) == 1 && ctas_for(512, 512) == 1 && ctas_for(513, 512) == 2, "CTAs");
   TPK_CHECK(ctas_for(kMostUnits, 512) == kMaxCtas, "CTAs");
@@ -173,7 +183,7 @@ void check_slices() {
 
 // Nothing that a call stores lies on anything else, or outside of its half, if it fits.
 void check_layout() {
-  for (const Way way : {Way::kPackets, Way::kOneShot, Way::kTwoShot}) {
+  for (const Way way : {Way::kPackets, Way::kOneShot, Way::kTwoShot, Way::kGather, Way::kScatter}) {
     for (int world = 2; world <= kMaxRanks; ++world) {
       for (const int32_t units : {1, 9, 1000, 4091}) {
         ++cases;
@@ -181,6 +191,7 @@ void check_layout() {
         c.way = way;
         c.world = world;
         c.units = units;
+        for (int r = 0; r < world && has_shards(way); ++r) c.lengths[r] = r == 1 ? units : units / 2;
         c.cut();
         std::vector<char> memory(Page::kBytes);
         c.pages[0] = Page::at(reinterpret_cast<uint64_t>(memory.data()));
@@ -199,7 +210,7 @@ void check_layout() {
         if (way == Way::kTwoShot) {
           longest = 0;
           for (int r = 0; r < world; ++r) {
-            longest = std::max<int64_t>(longest, c.block(r).end - c.block(r).begin);
+            longest = std::max<int64_t>(longest, c.lengths[r]);
           }
         }
         TPK_CHECK(slot >= longest * kUnitBytes, "slots");
@@ -239,8 +250,8 @@ int run_all(int argc, char** argv) {
   check_epochs();
   constexpr uint32_t kNearEnd = 0xffffffc0;
   for (const int world : {2, 3, 4, 7}) check_run(world, 1 + world % 4, -1, kNearEnd, kCalls);
-  for (const int way : {0, 1, 2}) check_run(3, 3, way, 0, kCalls);
-  for (const Way way : {Way::kPackets, Way::kOneShot, Way::kTwoShot}) {
+  for (int way = 0; way < kWays; ++way) check_run(3, 3, way, 0, kCalls);
+  for (const Way way : {Way::kPackets, Way::kOneShot, Way::kTwoShot, Way::kGather, Way::kScatter}) {
     for (const int stopped : {0, 2}) check_stop(Stop::kBeforeCall, way, 4, stopped);
   }
   check_stop(Stop::kBeforeSums, Way::kTwoShot, 4, 1);

@@ -52,8 +52,10 @@ CopyEngine::CopyEngine() {
   int least = 0;
   int most = 0;
   check(cudaDeviceGetStreamPriorityRange(&least, &most), "cudaDeviceGetStreamPriorityRange");
-  check(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, most), "cudaStreamCreateWithPriority");
-  for (cudaEvent_t* event : {&forked_, &joined_}) {
+  for (cudaStream_t& stream : streams_) {
+    check(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, most), "cudaStreamCreateWithPriority");
+  }
+  for (cudaEvent_t* event : {&forked_, &joined_[0], &joined_[1]}) {
     check(cudaEventCreateWithFlags(event, cudaEventDisableTiming), "cudaEventCreateWithFlags");
   }
 }
@@ -61,13 +63,27 @@ CopyEngine::CopyEngine() {
 CopyEngine::Call::Call(CopyEngine& engine, cudaStream_t main)
     : engine_(engine), lock_(engine.mutex_), main_(main) {
   check(cudaEventRecord(engine_.forked_, main_), "cudaEventRecord");
-  check(cudaStreamWaitEvent(engine_.stream_, engine_.forked_, 0), "cudaStreamWaitEvent");
+  fork();
+}
+
+void CopyEngine::Call::fork() {
+  forked_[current_] = true;
+  check(cudaStreamWaitEvent(stream(), engine_.forked_, 0), "cudaStreamWaitEvent");
+}
+
+void CopyEngine::Call::change_stream() {
+  if (getenv("DEV_ONE") != nullptr) return;
+  current_ = 1 - current_;
+  if (!forked_[current_]) fork();
 }
 
 void CopyEngine::Call::join() {
   joined_ = true;
-  check(cudaEventRecord(engine_.joined_, engine_.stream_), "cudaEventRecord");
-  check(cudaStreamWaitEvent(main_, engine_.joined_, 0), "cudaStreamWaitEvent");
+  for (int i = 0; i < 2; ++i) {
+    if (!forked_[i]) continue;
+    check(cudaEventRecord(engine_.joined_[i], engine_.streams_[i]), "cudaEventRecord");
+    check(cudaStreamWaitEvent(main_, engine_.joined_[i], 0), "cudaStreamWaitEvent");
+  }
 }
 
 // A call that failed half way must not leave a capture that cannot end.
@@ -78,21 +94,33 @@ CopyEngine::Call::~Call() {
   }
 }
 
+void CopyEngine::Call::push(Rows to, Rows from, size_t row_bytes, int64_t rows, uint32_t* word,
+                            const uint32_t* epoch) {
+  const Transport* const other = transport();
+  if (other == nullptr || !other->reaches(word)) {
+    copy(to, from, row_bytes, rows);
+    raise(word, epoch);
+    return;
+  }
+  char message[512] = "";
+  const Push all{to.data, to.pitch, from.data, from.pitch, row_bytes, rows, word, epoch};
+  if (!other->push(all, stream(), message, sizeof message)) throw std::runtime_error(message);
+}
+
 void CopyEngine::Call::copy(Rows to, Rows from, size_t row_bytes, int64_t rows) {
   if (rows == 0 || row_bytes == 0) return;
   if (rows == 1 || (to.pitch == row_bytes && from.pitch == row_bytes)) {
-    check(cudaMemcpyAsync(to.data, from.data, row_bytes * rows, cudaMemcpyDefault, engine_.stream_),
+    check(cudaMemcpyAsync(to.data, from.data, row_bytes * rows, cudaMemcpyDefault, stream()),
           "cudaMemcpyAsync");
     return;
   }
   check(cudaMemcpy2DAsync(to.data, to.pitch, from.data, from.pitch, row_bytes, static_cast<size_t>(rows),
-                          cudaMemcpyDefault, engine_.stream_),
+                          cudaMemcpyDefault, stream()),
         "cudaMemcpy2DAsync");
 }
 
 void CopyEngine::Call::raise(uint32_t* word, const uint32_t* epoch) {
-  check(cudaMemcpyAsync(word, epoch, sizeof(uint32_t), cudaMemcpyDefault, engine_.stream_),
-        "cudaMemcpyAsync");
+  check(cudaMemcpyAsync(word, epoch, sizeof(uint32_t), cudaMemcpyDefault, stream()), "cudaMemcpyAsync");
 }
 
 namespace {
@@ -120,14 +148,14 @@ void write_value(cudaStream_t stream, uint32_t* word, uint32_t value) {
 
 }  // namespace
 
-void CopyEngine::Call::raise_bell(uint32_t* bell) { write_value(engine_.stream_, bell, 1); }
+void CopyEngine::Call::raise_bell(uint32_t* bell) { write_value(stream(), bell, 1); }
 
 void CopyEngine::Call::take_bell(uint32_t* bell) {
   static const StreamValue wait = find("cuStreamWaitValue32");
   const RelaxedCapture relaxed;
-  check(wait(engine_.stream_, reinterpret_cast<CUdeviceptr>(bell), 1, CU_STREAM_WAIT_VALUE_EQ),
+  check(wait(stream(), reinterpret_cast<CUdeviceptr>(bell), 1, CU_STREAM_WAIT_VALUE_EQ),
         "cuStreamWaitValue32");
-  write_value(engine_.stream_, bell, 0);
+  write_value(stream(), bell, 0);
 }
 
 }  // namespace tpk::comm

@@ -1,6 +1,6 @@
-// The copy engine of a device, driven from one stream of high priority: rows to peers, with a flag behind
-// them, without any multiprocessor. Everything is enqueued, nothing waits on the host, so calls can be
-// captured.
+// The copy engine of a device, driven from two streams of high priority: rows to peers, with a flag behind
+// them, without any multiprocessor. Between a copy and the next one of its stream about 10 us pass; the other
+// stream's copy fills them. Everything is enqueued, nothing waits on the host, so calls can be captured.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -8,6 +8,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <mutex>
+
+#include "comm/transport.hpp"
 
 namespace tpk::comm {
 
@@ -38,8 +40,13 @@ class CopyEngine {
     Call(const Call&) = delete;
     Call& operator=(const Call&) = delete;
 
+    // What follows is enqueued on the other stream, in no order with what came before.
+    void change_stream();
+    // Rows to a peer, and behind them the epoch, as it is then, into its word. By another transport, if one
+    // is set.
+    void push(Rows to, Rows from, size_t row_bytes, int64_t rows, uint32_t* word, const uint32_t* epoch);
     void copy(Rows to, Rows from, size_t row_bytes, int64_t rows);
-    // Behind all copies before it: the epoch, as it is then, into the peer's word.
+    // The same without rows, behind all copies before it on its stream.
     void raise(uint32_t* word, const uint32_t* epoch);
     // Waits until the own word is 1, and sets it to 0.
     void take_bell(uint32_t* bell);
@@ -48,18 +55,23 @@ class CopyEngine {
     void join();
 
    private:
+    cudaStream_t stream() const { return engine_.streams_[current_]; }
+    void fork();
+
     CopyEngine& engine_;
     std::unique_lock<std::mutex> lock_;
     cudaStream_t main_;
+    int current_ = 0;
+    bool forked_[2] = {};  // a stream is part of the call
     bool joined_ = false;
   };
 
  private:
   CopyEngine();
 
-  cudaStream_t stream_ = nullptr;
+  cudaStream_t streams_[2] = {};
   cudaEvent_t forked_ = nullptr;
-  cudaEvent_t joined_ = nullptr;
+  cudaEvent_t joined_[2] = {};
   std::mutex mutex_;
 };
 

@@ -1,20 +1,24 @@
-// The sum over the ranks of a host in one kernel, for results so small that its latency counts: the words,
-// where things lie, who waits for what. The kernel is kernels/sm90a/all_reduce.cu.
+// An all-reduce, a gather or a reduce-scatter among the ranks of a host in one kernel, for sizes so small
+// that latency counts: the words, where things lie, who waits for what. The kernel is
+// kernels/sm90a/all_reduce.cu.
 //
 // Every rank has a page of words and a buffer of two halves; call e uses half e % 2 of everyone's buffer. A
-// CTA owns the same slices of the result on every rank, and talks to the CTAs of the same number only.
+// CTA owns the same slices on every rank, and talks to the CTAs of the same number only.
 //
 //   packets   It stores its slice of the partial to every peer, the epoch beside each 4 bytes in one word;
 //             waits until what the peers sent has the epoch; sums. Twice the bytes, and no flag.
 //   one-shot  It stores its slice to every peer; flags; waits for the peers' flags; sums.
 //   two-shot  A block of the result has an owner. It stores its slice of each block to the owner; flags;
 //             waits; sums its slice of the own block, and stores that to every peer; flags; waits; copies.
+//   gather    Blocks are shards. It stores its slice of the own one to every peer; flags; copies that slice;
+//             waits; copies its slices of the others.
+//   scatter   Blocks are shards. As two-shot up to the sum.
 //
 // Two halves are why nobody waits at the end. Whoever is in call e + 2 has ended e + 1; there it has waited
 // for all peers, which therefore had begun e + 1, and ended e (calls of a rank are one after the other). So
 // nobody still reads what call e left in the half that e + 2 writes, and a flag is never more than one call
 // ahead of who waits for it. That holds whatever the sizes, ways and numbers of CTAs are from call to call:
-// every call exchanges at least the words, or packets, of CTA 0 with every peer.
+// every call exchanges at least the words, or packets, of CTA 0 with every peer; with shards of no rows, too.
 //
 // Templates, so that kernels and the threads of cmake/tests/test_all_reduce_protocol.cpp run the same code. A
 // Cta is what they run on; all threads of one make the same calls:
@@ -25,11 +29,13 @@
 //   each_peer(f) -> bool: f(peer) for every other rank, each by one thread; false where one returned false
 //   once(f): one thread, best one that waits for no peer
 //   wait(flag, epoch, word, peer) -> bool: bounded, until arrived(*flag, epoch), as an acquire; else false
-//   send(slice, parity): of the partial, to slot(peer, parity, rank) of every peer
-//   send_to(owner, slice, begin, parity): the same to one, into whose slot units from `begin` on go
-//   sum(slice, begin, parity, publish): over ranks, in their order, from the own slots, where units from
-//     `begin` on lie; to the output and, if publish, to sums(peer, parity) of every peer
+//   send(slice, parity): of the partial or shard, to slot(peer, parity, rank) of every peer
+//   send_to(owner, slice, parity): of the owner's block, to its slot(owner, parity, rank)
+//   sum(slice, parity, publish): of the own block over ranks, in their order, from the own slots; to the
+//     output and, if publish, to sums(peer, parity) of every peer
 //   collect(slice, parity): from the own sums(rank, parity) to the output
+//   keep(slice): from the shard to the output
+//   take(sender, slice, parity): from slot(rank, parity, sender) to the output
 //   send_packets(slice, parity, epoch), and sum_packets(slice, parity, epoch) -> bool, which waits
 //
 // Compiles for host and device, without CUDA too.
@@ -52,7 +58,10 @@ constexpr int64_t kPacketBytes = 2 << 20;  // of a half: the packets. Nothing el
                                            // look like an epoch. Zero at first
 constexpr int32_t kMostUnits = 1 << 27;    // so that sizes in elements, and ends of parts, fit 31 bits
 
-enum class Way : int32_t { kPackets, kOneShot, kTwoShot };
+enum class Way : int32_t { kPackets, kOneShot, kTwoShot, kGather, kScatter };
+
+// Whether blocks are shards: any number of units each.
+TPK_HD constexpr bool has_shards(Way way) { return way == Way::kGather || way == Way::kScatter; }
 
 // Where a rank's allocation begins. All words are zero at first.
 struct Page {
@@ -80,7 +89,8 @@ struct Page {
 static_assert((Page::kSums + kMaxCtas * kMaxRanks) * sizeof(uint32_t) <= Page::kBytes,
               "The words must end before the buffer.");
 
-enum class Word : int32_t { kPart, kSums, kPacket };
+// What is waited for. Rows and addends have the words of parts.
+enum class Word : int32_t { kPart, kSums, kPacket, kRows, kAddend };
 
 // Epochs are odd and even in turn, and never 0 again: that is what memory holds that was never written.
 TPK_HD constexpr uint32_t next_epoch(uint32_t epoch) { return epoch == 0xffffffffu ? 2 : epoch + 1; }
@@ -99,31 +109,42 @@ struct Slice {
 // Of each of n nearly equal parts, the last of which may be shorter or empty: whole lines of 128 bytes.
 TPK_HD constexpr int32_t part_units(int32_t units, int32_t n) { return (units + n * 8 - 1) / (n * 8) * 8; }
 
-// The same on every rank, but for `rank`.
+// The same on every rank, but for `rank`. Every rank has a block: everything with packets and in one-shot,
+// else one of its own. Units are counted block after block; each has as much room as the longest needs.
 struct Call {
   Page pages[kMaxRanks];
   int32_t world = 1;
   int32_t rank = 0;
   Way way = Way::kOneShot;
   int32_t ctas = 1;
-  int32_t units = 0;        // of the result
-  int32_t block_units = 0;  // that one rank sums: all, or a block for each rank in two-shot
-  int32_t slice_units = 0;  // of them, that one CTA has
-  int64_t half_bytes = 0;   // of each buffer
+  int32_t units = 0;             // of the result of an all-reduce
+  int32_t lengths[kMaxRanks]{};  // of blocks, where they are shards; else cut() fills them, too
+  int32_t block_units = 0;       // room of a block
+  int32_t block_pitch = 0;       // from the begin of one to that of the next
+  int32_t slice_units = 0;       // of a block, that one CTA has
+  int64_t half_bytes = 0;        // of each buffer
 
   // Fills what follows from the rest.
   void cut() {
     block_units = way == Way::kTwoShot ? part_units(units, world) : units;
+    if (has_shards(way)) {
+      int32_t longest = 0;
+      for (int r = 0; r < world; ++r) longest = longest < lengths[r] ? lengths[r] : longest;
+      block_units = part_units(longest, 1);
+    }
+    block_pitch = way == Way::kPackets || way == Way::kOneShot ? 0 : block_units;
+    for (int r = 0; r < world && !has_shards(way); ++r) {
+      const int32_t behind = units - begin(r);
+      lengths[r] = behind < 0 ? 0 : least(behind, block_units);
+    }
     slice_units = part_units(block_units, ctas);
   }
   TPK_HD static int32_t least(int32_t a, int32_t b) { return a < b ? a : b; }
-  TPK_HD Slice block(int owner) const {
-    return {least(owner * block_units, units), least((owner + 1) * block_units, units)};
-  }
+  TPK_HD int32_t begin(int owner) const { return owner * block_pitch; }
   TPK_HD Slice slice(int owner, int cta) const {
-    const Slice all = block(owner);
-    return {least(all.begin + cta * slice_units, all.end),
-            least(all.begin + (cta + 1) * slice_units, all.end)};
+    const int32_t length = lengths[owner];
+    return {begin(owner) + least(cta * slice_units, length),
+            begin(owner) + least((cta + 1) * slice_units, length)};
   }
   TPK_HD int64_t slot_bytes() const { return int64_t{block_units} * kUnitBytes; }
   TPK_HD char* half(int rank, uint32_t parity) const { return pages[rank].buffer() + parity * half_bytes; }
@@ -160,7 +181,7 @@ TPK_HD int peer_of(const Call& c, int step) {
 namespace detail {
 
 TPK_HD uint32_t* flag_of(const Page& page, Word word, int cta, int rank) {
-  return word == Word::kPart ? page.parts(cta, rank) : page.sums(cta, rank);
+  return word == Word::kSums ? page.sums(cta, rank) : page.parts(cta, rank);
 }
 
 // Tells every peer that what this CTA stored to it is there.
@@ -199,7 +220,7 @@ TPK_HD void count(Cta& cta, const Call& c, uint32_t epoch) {
 
 template <class Cta>
 TPK_HD bool packets(Cta& cta, const Call& c, uint32_t epoch) {
-  const Slice mine = c.slice(0, cta.index());
+  const Slice mine = c.slice(c.rank, cta.index());
   cta.send_packets(mine, epoch % 2, epoch);
   cta.barrier();
   count(cta, c, epoch);
@@ -208,31 +229,60 @@ TPK_HD bool packets(Cta& cta, const Call& c, uint32_t epoch) {
 
 template <class Cta>
 TPK_HD bool one_shot(Cta& cta, const Call& c, uint32_t epoch) {
-  const Slice mine = c.slice(0, cta.index());
+  const Slice mine = c.slice(c.rank, cta.index());
   cta.send(mine, epoch % 2);
   raise(cta, c, Word::kPart, epoch);
   count(cta, c, epoch);
   if (!await(cta, c, Word::kPart, epoch)) return false;
-  cta.sum(mine, 0, epoch % 2, false);
+  cta.sum(mine, epoch % 2, false);
   return true;
+}
+
+// Every block of the partial goes to its owner; the own one comes from everyone.
+template <class Cta>
+TPK_HD bool exchange(Cta& cta, const Call& c, Word word, uint32_t epoch) {
+  TPK_ONE_COPY
+  for (int step = 1; step < c.world; ++step) {
+    const int owner = peer_of(c, step);
+    cta.send_to(owner, c.slice(owner, cta.index()), epoch % 2);
+  }
+  raise(cta, c, word, epoch);
+  count(cta, c, epoch);
+  return await(cta, c, word, epoch);
 }
 
 template <class Cta>
 TPK_HD bool two_shot(Cta& cta, const Call& c, uint32_t epoch) {
   const uint32_t parity = epoch % 2;
-  TPK_ONE_COPY
-  for (int step = 1; step < c.world; ++step) {
-    const int owner = peer_of(c, step);
-    cta.send_to(owner, c.slice(owner, cta.index()), owner * c.block_units, parity);
-  }
-  raise(cta, c, Word::kPart, epoch);
-  count(cta, c, epoch);
-  if (!await(cta, c, Word::kPart, epoch)) return false;
-  cta.sum(c.slice(c.rank, cta.index()), c.rank * c.block_units, parity, true);
+  if (!exchange(cta, c, Word::kPart, epoch)) return false;
+  cta.sum(c.slice(c.rank, cta.index()), parity, true);
   raise(cta, c, Word::kSums, epoch);
   if (!await(cta, c, Word::kSums, epoch)) return false;
   TPK_ONE_COPY
   for (int step = 1; step < c.world; ++step) cta.collect(c.slice(peer_of(c, step), cta.index()), parity);
+  return true;
+}
+
+template <class Cta>
+TPK_HD bool scatter(Cta& cta, const Call& c, uint32_t epoch) {
+  if (!exchange(cta, c, Word::kAddend, epoch)) return false;
+  cta.sum(c.slice(c.rank, cta.index()), epoch % 2, false);
+  return true;
+}
+
+template <class Cta>
+TPK_HD bool gather(Cta& cta, const Call& c, uint32_t epoch) {
+  const Slice mine = c.slice(c.rank, cta.index());
+  cta.send(mine, epoch % 2);
+  raise(cta, c, Word::kRows, epoch);
+  count(cta, c, epoch);
+  cta.keep(mine);
+  if (!await(cta, c, Word::kRows, epoch)) return false;
+  TPK_ONE_COPY
+  for (int step = 1; step < c.world; ++step) {
+    const int sender = peer_of(c, step);
+    cta.take(sender, c.slice(sender, cta.index()), epoch % 2);
+  }
   return true;
 }
 
@@ -245,8 +295,12 @@ TPK_HD bool run(Cta& cta, const Call& c) {
     return detail::packets(cta, c, epoch);
   } else if constexpr (kWay == Way::kOneShot) {
     return detail::one_shot(cta, c, epoch);
-  } else {
+  } else if constexpr (kWay == Way::kTwoShot) {
     return detail::two_shot(cta, c, epoch);
+  } else if constexpr (kWay == Way::kGather) {
+    return detail::gather(cta, c, epoch);
+  } else {
+    return detail::scatter(cta, c, epoch);
   }
 }
 

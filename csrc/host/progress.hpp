@@ -26,26 +26,45 @@
 
 namespace tpk {
 
-// All segments of one worker, in time order.
-inline std::vector<Segment> worker_segments(const Schedule& s, int64_t worker) {
+// All segments of one ticket, in time order.
+inline std::vector<Segment> worker_segments(const Schedule& s, int64_t ticket) {
   std::vector<Segment> segments;
-  SegmentCursor cursor(s, worker);
+  SegmentCursor cursor(s, ticket);
   for (Segment segment; cursor.next(&segment);) segments.push_back(segment);
   return segments;
 }
 
-// True if no worker can meet an own tile (position first_own or later) before one of another rank's, so that
-// waiting inside the epilogue of own tiles is safe while all workers are resident. Shares are walked
-// backwards, hence a streamed piece may not hold both.
-inline bool own_tiles_apart(const Schedule& s, int64_t first_own) {
+// True if no worker can meet a tile at `position` or later before one in front of it. Shares are walked
+// backwards, hence no streamed piece may hold both.
+inline bool tiles_apart(const Schedule& s, int64_t position) {
   for (int64_t i = 0; i < s.num_pieces; ++i) {
     const Piece& p = s.pieces[i];
-    if (p.kind == PieceKind::kStreamed && p.first_tile < first_own &&
-        first_own < p.first_tile + p.num_tiles) {
+    if (p.kind == PieceKind::kStreamed && p.first_tile < position && position < p.first_tile + p.num_tiles) {
       return false;
     }
   }
   return true;
+}
+
+// The same work, tiles from `position` on in another turn than those in front of it. Waiting there for other
+// ranks keeps nobody waiting, on any number of resident workers, if they wait for tiles that stand in front
+// alone: those are done, or drawn by a worker that runs. Takes what tiles_apart accepts, and less than
+// kMaxPieces pieces; positions in ascending order.
+inline Schedule start_turn(Schedule s, int64_t position) {
+  int64_t i = 0;
+  while (i < s.num_pieces && s.pieces[i].first_tile + s.pieces[i].num_tiles <= position) ++i;
+  if (i == s.num_pieces) return s;
+  const int64_t before = position - s.pieces[i].first_tile;
+  if (before > 0) {  // waves: cut in two
+    for (int64_t j = s.num_pieces++; j > i; --j) s.pieces[j] = s.pieces[j - 1];
+    s.pieces[i].num_tiles = before;
+    s.pieces[++i].first_tile = position;
+    s.pieces[i].num_tiles -= before;
+  }
+  if (i == 0) return s;  // nothing stands in front
+  for (int64_t j = i; j < s.num_pieces; ++j) s.pieces[j].turn = s.turns;
+  ++s.turns;
+  return s;
 }
 
 enum class OwnerWaits : int32_t { kNone, kTile, kShard };
@@ -59,7 +78,7 @@ struct ProgressOptions {
   bool defer_straddlers = true;
 };
 
-// What every worker of one rank does.
+// What every ticket of one rank stands for.
 struct RankProgram {
   std::vector<std::vector<Segment>> workers;
   TileOrder order;
@@ -68,7 +87,7 @@ struct RankProgram {
 
 inline RankProgram make_rank_program(const Schedule& s, const TileOrder& order) {
   RankProgram program{{}, order, s.num_slots};
-  for (int64_t w = 0; w < s.workers; ++w) program.workers.push_back(worker_segments(s, w));
+  for (int64_t t = 0; t < s.tickets(); ++t) program.workers.push_back(worker_segments(s, t));
   return program;
 }
 

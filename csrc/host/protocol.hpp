@@ -3,15 +3,19 @@
 // scatter whose sums then go to all), in memory that every rank of the group can write.
 //
 // One call, in this order, on every rank:
-//   enter   waits until every peer has consumed what the last call brought to it, then begins an epoch
+//   enter   tells every peer that this rank is here, waits until all peers are, and begins an epoch
 //   push    rows into peers' buffers, and behind them the epoch into their `arrived` words (host/pushes.hpp)
 //   read    rows of the own buffer, each after its `arrived` word has reached the epoch
-//   join    the pushes of this call are over (the copy stream is joined)
-//   leave   tells every peer: consumed
-// A rank that entered has seen that all peers left the last call, hence that all pushes of the last call, by
-// anyone to anyone, are over: words and rows have one writer at a time even where the shards change from call
-// to call, and also where a rank did not read what came (a product without columns). That is why leave stands
-// after join.
+//   join    the pushes of this call are over (the copy streams are joined)
+// A rank that is here has joined the last call, and read what it brought; so who has entered knows that all
+// pushes of the last call, by anyone to anyone, are over, and all reads: words and rows have one writer at a
+// time even where the shards change from call to call, and also where a rank did not read what came (a
+// product without columns).
+//
+// Enter is a barrier, so that no product waits for a rank that may still wait for something else, such as
+// another communicator's kernel that finds no room beside this product: what a product waits for are copy
+// engines, which need no multiprocessor, and tiles that peers compute before they wait themselves
+// (host/progress.hpp). Only enter, one warp, waits for ranks that are late.
 //
 // Templates over a Memory, so that kernels and the threads of cmake/tests/test_protocol.cpp run the same
 // code:
@@ -36,9 +40,10 @@ constexpr int kMaxChunks = 64;  // that arrive, or leave, in one call, of all ra
 // Where a rank's allocation begins: words of 32 bits, then the buffer. All words are zero at first.
 struct Page {
   static constexpr size_t kBytes = 4096;
-  static constexpr int kArrived = 0;    // [kMaxChunks]
-  static constexpr int kConsumed = 64;  // [kMaxRanks]
+  static constexpr int kArrived = 0;   // [kMaxChunks]
+  static constexpr int kEntered = 64;  // [kMaxRanks]
   static constexpr int kEpoch = 128;
+  static constexpr int kTicket = 160;
   static constexpr int kBells = 192;     // [kMaxChunks]
   static constexpr int kCounters = 256;  // [kMaxChunks]
   static constexpr int kSums = 320;      // [kMaxChunks]
@@ -50,11 +55,13 @@ struct Page {
   // Gather: chunk i is here. Scatter, sum: a chunk of my rows is, from one rank; see arrived_index of
   // host/pushes.hpp. The sender's epoch, written behind the data.
   TPK_HD uint32_t* arrived(int i) const { return words + kArrived + i; }
-  // Written by `peer`, to me: it has read what epoch *consumed(peer) brought to ITS buffer, so that I may
-  // write there.
-  TPK_HD uint32_t* consumed(int peer) const { return words + kConsumed + peer; }
+  // Written by `peer`, to me: it has come to the call that is epoch *entered(peer), so that I may write to
+  // its buffer.
+  TPK_HD uint32_t* entered(int peer) const { return words + kEntered + peer; }
   // Calls so far, modulo 2^32. Written by the owner alone, in enter.
   TPK_HD uint32_t* epoch() const { return words + kEpoch; }
+  // Tickets that my product has given to its clusters. Zero when it begins.
+  TPK_HD uint32_t* ticket() const { return words + kTicket; }
   // Scatter: chunk c of the result is ready to be sent. My product sets it to 1, my copy stream to 0.
   TPK_HD uint32_t* bell(int c) const { return words + kBells + c; }
   // How much of it is. Zero between calls.
@@ -66,7 +73,7 @@ struct Page {
 static_assert(Page::kSums + kMaxChunks <= static_cast<int>(Page::kBytes / sizeof(uint32_t)),
               "The words must end before the buffer.");
 
-enum class Word : uint32_t { kArrived, kConsumed, kBell, kSums };
+enum class Word : uint32_t { kArrived, kEntered, kBell, kSums };
 
 // A wait that took too long. Functions that wait fill it before they return false.
 struct Missed {
@@ -95,29 +102,38 @@ TPK_HD uint32_t epoch_of(const Memory& memory, const Page& mine) {
   return memory.template load_acquire<Scope::kGpu>(mine.epoch());
 }
 
-// ---- Enter. A kernel gives each peer a thread, with a barrier before advance_epoch; one thread calls enter.
+// ---- Enter. After the last read of the own buffer and the end of the own pushes of the last call, in stream
+// order. A kernel gives each peer a thread, with a barrier before advance_epoch; one thread calls enter.
 
-// Waits until `peer` has consumed what epoch `epoch`, the last one, brought to it. False: *missed says what
-// is missing.
+// Tells `peer`, whose page is `peers`, that rank `rank` has come to epoch `epoch`.
 template <class Memory>
-TPK_HD bool peer_consumed(const Memory& memory, const Page& mine, int peer, uint32_t epoch, Missed* missed) {
-  return detail::wait<Scope::kSys>(memory, mine.consumed(peer), Word::kConsumed, peer, peer, epoch, missed);
+TPK_HD void publish_entered(const Memory& memory, const Page& peers, int rank, uint32_t epoch) {
+  memory.template store_release<Scope::kSys>(peers.entered(rank), epoch);
 }
 
-// After all peers consumed `epoch`, the last one: begins the next and returns it.
+// Waits until `peer` has come to it, too. False: *missed says what is missing.
 template <class Memory>
-TPK_HD uint32_t advance_epoch(const Memory& memory, const Page& mine, uint32_t epoch) {
-  memory.template store_release<Scope::kSys>(mine.epoch(), epoch + 1);
-  return epoch + 1;
+TPK_HD bool peer_entered(const Memory& memory, const Page& mine, int peer, uint32_t epoch, Missed* missed) {
+  return detail::wait<Scope::kSys>(memory, mine.entered(peer), Word::kEntered, peer, peer, epoch, missed);
+}
+
+// When all have: begins it.
+template <class Memory>
+TPK_HD void advance_epoch(const Memory& memory, const Page& mine, uint32_t epoch) {
+  *mine.ticket() = 0;
+  memory.template store_release<Scope::kSys>(mine.epoch(), epoch);
 }
 
 template <class Memory>
-TPK_HD bool enter(const Memory& memory, const Page& mine, int world, int rank, Missed* missed) {
-  const uint32_t last = epoch_of(memory, mine);
+TPK_HD bool enter(const Memory& memory, const Page* pages, int world, int rank, Missed* missed) {
+  const uint32_t epoch = epoch_of(memory, pages[rank]) + 1;
   for (int peer = 0; peer < world; ++peer) {
-    if (peer != rank && !peer_consumed(memory, mine, peer, last, missed)) return false;
+    if (peer != rank) publish_entered(memory, pages[peer], rank, epoch);
   }
-  advance_epoch(memory, mine, last);
+  for (int peer = 0; peer < world; ++peer) {
+    if (peer != rank && !peer_entered(memory, pages[rank], peer, epoch, missed)) return false;
+  }
+  advance_epoch(memory, pages[rank], epoch);
   return true;
 }
 
@@ -162,22 +178,6 @@ TPK_HD bool take_bell(const Memory& memory, const Page& mine, int chunk, int ran
     return false;
   memory.template store_release<Scope::kSys>(mine.bell(chunk), 0u);
   return true;
-}
-
-// ---- Leave. After the last read of the own buffer and the end of the own pushes, by each thread's barrier
-// or in stream order. A kernel gives each peer a thread.
-
-template <class Memory>
-TPK_HD void publish_consumed(const Memory& memory, const Page& peers, int rank, uint32_t epoch) {
-  memory.template store_release<Scope::kSys>(peers.consumed(rank), epoch);
-}
-
-template <class Memory>
-TPK_HD void leave(const Memory& memory, const Page* pages, int world, int rank) {
-  const uint32_t epoch = epoch_of(memory, pages[rank]);
-  for (int peer = 0; peer < world; ++peer) {
-    if (peer != rank) publish_consumed(memory, pages[peer], rank, epoch);
-  }
 }
 
 }  // namespace tpk::protocol

@@ -1,10 +1,13 @@
 // What a rank sends to whom, in which order and in which chunks. Host only; host/protocol.hpp has the words.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <cstdlib>
 #include <limits>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "host/check.hpp"
 #include "host/problem.hpp"
@@ -27,6 +30,11 @@ struct ChunkList {
   TPK_HD int32_t begin(int32_t chunk) const { return chunk == 0 ? 0 : row_end[chunk - 1]; }
   TPK_HD int32_t rows(int32_t chunk) const { return row_end[chunk] - begin(chunk); }
   int32_t of_rank(int32_t r) const { return first[r + 1] - first[r]; }
+  int32_t owner(int32_t chunk) const {
+    int32_t r = 0;
+    while (first[r + 1] <= chunk) ++r;
+    return r;
+  }
 };
 
 constexpr int64_t kChunkRows = 256;  // chunks end where tiles do
@@ -105,10 +113,40 @@ inline ChunkList cut_chunks(std::span<const int64_t> shard_rows, int64_t row_byt
 // A scatter's chunks: of the result, a row of which has row_bytes. So few of a shard that each sender has its
 // own word for every one. Smaller ones than a gather's, since nothing leaves before all of it is computed.
 constexpr int64_t kLeastDepartingBytes = int64_t{4} << 20;
+inline int64_t dev_least() {
+  return getenv("DEV_LEAST") ? atoll(getenv("DEV_LEAST")) << 20 : kLeastDepartingBytes;
+}
+inline int64_t dev_most() { return getenv("DEV_MOST") ? atoll(getenv("DEV_MOST")) : 4; }
 inline ChunkList cut_departing(std::span<const int64_t> shard_rows, int64_t row_bytes) {
-  constexpr int64_t kMost = 4;
+  const int64_t kMost = dev_most();
   const auto world = max64(1, static_cast<int64_t>(shard_rows.size()));
-  return cut_chunks(shard_rows, row_bytes, kLeastDepartingBytes, max64(1, min64(kMost, kMaxChunks / world)));
+  return cut_chunks(shard_rows, row_bytes, dev_least(), max64(1, min64(kMost, kMaxChunks / world)));
+}
+
+// In which order a rank computes the chunks of a scatter, and sends those of others: rank + 1's first, and so
+// on, its own last. If the sums of own chunks go on to all ranks: the first chunk of every rank, then the
+// second ones, and so on, but own ones one step behind, so that what others computed of them arrives while
+// their second ones are computed. In both, what stands in front of own chunk i holds all that other ranks
+// need for their chunk i, which is why nobody waits for ever.
+inline std::vector<int32_t> leaving_order(const ChunkList& list, int rank, int world, bool sums) {
+  std::vector<int32_t> order;
+  if (!sums) {
+    for (int step = 1; step <= world; ++step) {
+      const int owner = scatter_peer(rank, step, world);
+      for (int32_t c = list.first[owner]; c < list.first[owner + 1]; ++c) order.push_back(c);
+    }
+    return order;
+  }
+  const auto take = [&](int owner, int32_t i) {
+    if (i >= 0 && i < list.of_rank(owner)) order.push_back(list.first[owner] + i);
+  };
+  int32_t most = 0;
+  for (int r = 0; r < world; ++r) most = std::max(most, list.of_rank(r));
+  for (int32_t i = 0; i <= most; ++i) {
+    for (int step = 1; step < world; ++step) take(scatter_peer(rank, step, world), i);
+    take(rank, i - 1);
+  }
+  return order;
 }
 
 // Which of the owner's `arrived` words says that `chunk`, of the owner's rows, is there from `sender`.
@@ -116,29 +154,36 @@ inline int32_t arrived_index(const ChunkList& list, int owner, int sender, int32
   return sender * list.of_rank(owner) + chunk - list.first[owner];
 }
 
-// The pushes of one call, in order. An Engine enqueues them on a stream (or does them):
-//   copy(peer, chunk): rows of the chunk into the peer's buffer (scatter: into my slot there)
-//   raise(peer, index): behind all copies before it, my epoch into the peer's arrived[index]
+// The pushes of one call, in order. An Engine enqueues them on two streams (or does them):
+//   change_stream(): what follows is in no order with what came before
+//   push(peer, chunk, index): rows of the chunk into the peer's buffer (scatter: into my slot there), and
+//     behind them my epoch into its arrived[index]
 //   scatter: take_bell(chunk) -> bool: from here on the rows of the chunk are there (false ends the call)
+//   sums: send_sums(chunk): own rows of the result into every peer's buffer of results, a flag behind each
 template <class Engine>
 void push_gather(Engine& engine, const ChunkList& chunks, int rank, int world) {
   for (int step = 1; step < world; ++step) {
     const int peer = gather_peer(rank, step, world);
     for (int32_t c = chunks.first[rank]; c < chunks.first[rank + 1]; ++c) {
-      engine.copy(peer, c);
-      engine.raise(peer, c);
+      engine.change_stream();
+      engine.push(peer, c, c);
     }
   }
 }
 
+// order: leaving_order(chunks, rank, world, sums).
 template <class Engine>
-bool push_scatter(Engine& engine, const ChunkList& chunks, int rank, int world) {
-  for (int step = 1; step < world; ++step) {
-    const int owner = scatter_peer(rank, step, world);
-    for (int32_t c = chunks.first[owner]; c < chunks.first[owner + 1]; ++c) {
-      if (!engine.take_bell(c)) return false;
-      engine.copy(owner, c);
-      engine.raise(owner, arrived_index(chunks, owner, rank, c));
+bool push_scatter(Engine& engine, const ChunkList& chunks, const std::vector<int32_t>& order, int rank,
+                  bool sums) {
+  for (const int32_t c : order) {
+    const int owner = chunks.owner(c);
+    if (owner == rank && !sums) continue;
+    engine.change_stream();
+    if (!engine.take_bell(c)) return false;
+    if (owner == rank) {
+      engine.send_sums(c);
+    } else {
+      engine.push(owner, c, arrived_index(chunks, owner, rank, c));
     }
   }
   return true;

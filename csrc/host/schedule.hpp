@@ -16,6 +16,8 @@
 //     tile's workers: workers wait for lower tickets only;
 //   - inside a streamed piece a worker walks its share from the last tile to the first, so the partial
 //     that a higher ticket will wait for is written first, and its own wait comes last.
+// Pieces may be dealt out in turns, one after the other, each with tickets of its own (start_turn): who draws
+// a ticket of a turn has done its work of all turns before, and all work of those has been drawn.
 #pragma once
 
 #include "host/problem.hpp"
@@ -38,6 +40,7 @@ struct Piece {
   // the workers stand at few different depths of K, and those at the same one share operands in L2. No
   // handicaps.
   int64_t granules = 0;
+  int64_t turn = 0;  // never less than that of the piece before
 };
 
 // One contiguous run of iterations of one tile, done by one worker.
@@ -54,15 +57,18 @@ struct Segment {
   TPK_HD bool is_split() const { return slot >= 0 || first_slot >= 0; }
 };
 
-constexpr int64_t kMaxPieces = 34;  // every shard in turn, streamed + waves, for 16 ranks, and a tail
+constexpr int64_t kMaxPieces = 35;  // every shard in turn, streamed + waves, for 16 ranks, a tail, a cut
 
 struct Schedule {
-  int64_t k_iters = 1;    // iterations per tile
-  int64_t workers = 1;    // tickets
+  int64_t k_iters = 1;  // iterations per tile
+  int64_t workers = 1;
   int64_t min_iters = 1;  // no split leaves a run of iterations shorter than this
   int64_t num_pieces = 0;
+  int64_t turns = 1;      // turn t has tickets [t * workers, (t + 1) * workers)
   int64_t num_slots = 0;  // fp32 partial tiles and fix-up flags to allocate
   Piece pieces[kMaxPieces];
+
+  TPK_HD int64_t tickets() const { return turns * workers; }
 };
 
 // A cut that would leave fewer than min_iters on either side moves down: to the tile's start, or so
@@ -106,18 +112,25 @@ inline int64_t divided_shares(const Schedule& s) {
   return 0;
 }
 
-// Walks the segments of one worker in time order. Divisions are long where they are inlined, so there are few
+// Walks the segments of one ticket in time order. Divisions are long where they are inlined, so there are few
 // places that call share_begin.
 class SegmentCursor {
  public:
-  TPK_HD SegmentCursor(const Schedule& s, int64_t worker) : s_(s), worker_(worker) {}
+  TPK_HD SegmentCursor(const Schedule& s, int64_t ticket) : s_(s), worker_(ticket) {
+    if (s.turns == 1) return;
+    const Division of_turn = divide(ticket, s.workers);
+    turn_ = of_turn.quotient;
+    worker_ = of_turn.remainder;
+  }
 
-  // The next segment, or false when the worker is done.
+  // The next segment, or false when there is none.
   TPK_HD bool next(Segment* out) {
     while (piece_ < s_.num_pieces) {
       const Piece& p = s_.pieces[piece_];
-      if (!is_inside_) enter(p);
-      if (p.kind == PieceKind::kWaves ? next_wave(p, out) : next_streamed(p, out)) return true;
+      if (p.turn == turn_) {
+        if (!is_inside_) enter(p);
+        if (p.kind == PieceKind::kWaves ? next_wave(p, out) : next_streamed(p, out)) return true;
+      }
       if (p.kind == PieceKind::kStreamed) slot_base_ += p.workers;
       ++piece_;
       is_inside_ = false;
@@ -169,6 +182,7 @@ class SegmentCursor {
 
   const Schedule& s_;
   int64_t worker_;
+  int64_t turn_ = 0;
   int64_t piece_ = 0;
   bool is_inside_ = false;  // of the piece
   int64_t slot_base_ = 0;

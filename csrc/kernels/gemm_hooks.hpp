@@ -21,6 +21,11 @@ struct RankRows {
   int32_t begin(int32_t r) const { return r == 0 ? 0 : row_end[r - 1]; }
 };
 
+struct RowSpan {
+  int32_t begin = 0;
+  int32_t end = 0;
+};
+
 // Arrival: the rows [row_end[c - 1], row_end[c]) of A, or a slab of slab_k elements of K of them, are written
 // by someone else, who raises flags[c * slabs + slab] to *epoch afterwards (release, system scope). The
 // kernel reads no element of a chunk before its flag has been seen, so flags and rows may be raised in any
@@ -47,8 +52,9 @@ struct ArrivalHook {
 // lies, in out's dtype, at `slots` + r * slot_stride; its rows up to own_chunk_end[i] (from row_end of the
 // one before) are there when arrived[r * own_chunks + i] has reached *epoch. Rows of all of these have room
 // for whole units of 16 bytes, and begin at one; those of out and of the residual are as far apart as a
-// slot's. A tile has rows of one rank only. Tiles of rank + 1 come first, own tiles last, so that no wait for
-// a slot keeps another rank waiting. One batch.
+// slot's. One batch. Rows are computed block after block, as `blocks` names them: all rows, each block those
+// of one rank, no tile with rows of two. A run of own blocks gets tickets behind all that stands in front of
+// it, so that no wait for a slot keeps another rank waiting (host/progress.hpp).
 struct DepartureHook {
   RankRows ranks;  // world 0: everything stays
   Matrix others;
@@ -59,7 +65,9 @@ struct DepartureHook {
   const uint32_t* epoch = nullptr;
   int32_t own_chunks = 0;
   int32_t own_chunk_end[kMaxChunks] = {};  // counted from the first own row
-  int32_t together = 0;  // rows that leave together, for the order of tiles; 0: all of a rank's
+  int32_t num_blocks = 0;
+  RowSpan blocks[kMaxChunks] = {};
+  uint32_t* ticket = nullptr;  // 0 when the product begins; null: the launcher makes one
 };
 
 // Doorbell: when every tile that has rows of a chunk is in memory, bells[c] is set to 1 (release, system

@@ -99,6 +99,10 @@ inline void set_plan(GemmCall& c, const std::string& schedule, const std::string
   c.tile = tile;
   c.timeout_ns = g.sync.timeout_ns;
   set_device(c, device, multiprocessors);
+  // Its kernels run beside the product.
+  if (const comm::Transport* other = comm::transport(); other != nullptr && multiprocessors == 0) {
+    c.multiprocessors = std::max(1, c.multiprocessors - other->multiprocessors);
+  }
 }
 
 }  // namespace tpk::ops

@@ -39,6 +39,14 @@ STABLE_TORCH_LIBRARY(tpkernels, m) {
   m.def("reduce_scatter(Tensor x, int dim, SymInt[]? shard_sizes, str group_name) -> Tensor");
   m.def("split(Tensor x, int dim, SymInt[]? shard_sizes, str group_name) -> Tensor");
 
+  // out = pieces[0] + pieces[1] + ... + bias + residual, in this order in fp32 (fp64 for fp64), rounded once;
+  // in _C_sm80. pieces [ranks, ...]; own is taken instead of pieces[rank], if given; own, out and residual
+  // have a piece's elements and pieces' dtype; element i gets bias[(first_column + i) % N]. All contiguous,
+  // and out apart from the others.
+  m.def(
+      "sum_ranks(Tensor pieces, Tensor? own, int rank, Tensor? bias, Tensor? residual, Tensor(o!) out, int "
+      "first_column=0) -> ()");
+
   // The Stream-K kernels, below every path named "streamk": CPU executor in _C, the portable CUDA kernel in
   // _C_sm80, the Hopper kernel in _C_sm90a. What is computed, and in which order: kernels/gemm_call.hpp.
   // a [B, M, K], b and gate [B, K, N], bias [N], out, preact and residual [B, M, N], any strides. residual
@@ -91,12 +99,29 @@ STABLE_TORCH_LIBRARY(tpkernels, m) {
   m.def(
       "fused_all_reduce(Tensor partial, Tensor? bias, Tensor? residual, Tensor(o!) out, str way, int rank, "
       "int[] addresses, int buffer_bytes, float timeout_s, int ctas=0) -> ()");
+  // The same memory, and calls of all three may take turns: shard [own rows, K] of every rank, one below the
+  // other, to out; and the own rows of the sum over ranks of partial [M, N], plus bias and residual [own
+  // rows, N]. All contiguous; shard_rows, of every rank, may be 0.
+  m.def(
+      "fused_all_gather(Tensor shard, Tensor(o!) out, int[] shard_rows, int rank, int[] addresses, "
+      "int buffer_bytes, float timeout_s, int ctas=0) -> ()");
+  m.def(
+      "fused_reduce_scatter(Tensor partial, Tensor? bias, Tensor? residual, Tensor(o!) out, int[] "
+      "shard_rows, "
+      "int rank, int[] addresses, int buffer_bytes, float timeout_s, int ctas=0) -> ()");
   // Before the first call on new symmetric memory, when every rank has mapped it.
   m.def("fused_warm_up(int device, int rank, int[] addresses) -> ()");
   m.def("comm_fault() -> str");
   // How _C_sm80 learns of the Hopper kernel: the address of a GemmEntry (kernels/gemm_call.hpp), 0 for none.
   m.def("sm90a_entry() -> int");
   m.def("attach_sm90a(int entry) -> ()");
+  // Another way to peers than the copy engine, for path "fused": transport is the address of a Transport
+  // (comm/transport.hpp), such as that of _C_nvshmem, 0 for none. nvshmem_map: an allocation of this size on
+  // every rank, where each is mapped here, and which PE has it. nvshmem_versions: compiled with, then loaded.
+  m.def("attach_transport(int transport) -> ()");
+  m.def("nvshmem_transport() -> int");
+  m.def("nvshmem_map(int[] addresses, int[] pes, int rank, int bytes) -> ()");
+  m.def("nvshmem_versions() -> int[]");
   // What streamk_gemm would do, without doing it; device is "cpu", "sm80", "sm90" (the Hopper kernel; "cuda"
   // is the same) or "sm90-portable", multiprocessors = 0 means 108 and 132: (schedule name, [bm, bn, bk,
   // tiles, k_iters, workers, splits, partial tiles, cluster m, cluster n], predicted us). bm and bn are of a

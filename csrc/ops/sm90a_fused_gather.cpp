@@ -123,11 +123,11 @@ void fused_all_gather_matmul(const Tensor& a_shard, const std::vector<Tensor>& b
     Rows shard;
     int64_t first;
     size_t row_bytes;
-    void copy(int peer, int32_t c) {
-      engine.copy(buffer(peer).from(chunks.begin(c)), shard.from(chunks.begin(c) - first), row_bytes,
-                  chunks.rows(c));
+    void change_stream() { engine.change_stream(); }
+    void push(int peer, int32_t c, int index) {
+      engine.push(buffer(peer).from(chunks.begin(c)), shard.from(chunks.begin(c) - first), row_bytes,
+                  chunks.rows(c), g.page(peer).arrived(index), g.mine().epoch());
     }
-    void raise(int peer, int32_t c) { engine.raise(g.page(peer).arrived(c), g.mine().epoch()); }
   } pushes{engine, g, chunks, buffer_of, shard, first, row_bytes};
   tpk::protocol::push_gather(pushes, chunks, g.rank(), g.world());
 
@@ -146,7 +146,6 @@ void fused_all_gather_matmul(const Tensor& a_shard, const std::vector<Tensor>& b
     copy_out(first, first + own, shard);
     copy_out(first + own, m, buffer_of(g.rank()).from(first + own));
   }
-  launch_sync(kGather, tpk::sm90a::leave_function(), g);
 #undef REQUIRE
 }
 

@@ -41,6 +41,7 @@ class Scatter {
     row_bytes_ = static_cast<size_t>(pitch_ * bytes);
     slot_rows_ = *std::max_element(shard_rows.begin(), shard_rows.end());
     chunks_ = tpk::protocol::cut_departing(shard_rows, pitch_ * bytes);
+    order_ = tpk::protocol::leaving_order(chunks_, g.rank(), g.world(), d.sends_own);
   }
 
   int64_t pitch() const { return pitch_; }
@@ -94,13 +95,13 @@ class Scatter {
     departure.slot_stride = slot_rows_ * departure.row_stride;
     departure.arrived = g_.mine().arrived(0);
     departure.epoch = g_.mine().epoch();
+    departure.ticket = g_.mine().ticket();
     departure.own_chunks = chunks_.of_rank(g_.rank());
     for (int32_t i = 0; i < departure.own_chunks; ++i) {
       departure.own_chunk_end[i] = chunks_.row_end[first_own + i] - g_.rows.begin(g_.rank());
     }
-    for (int32_t c = 0; c < chunks_.count; ++c) {
-      departure.together = std::max(departure.together, chunks_.rows(c));
-    }
+    for (const int32_t c : order_)
+      departure.blocks[departure.num_blocks++] = {chunks_.begin(c), chunks_.row_end[c]};
     call_.problem = {m, n, k, 1};
     call_.element = tpk::ops::element_of(d_.op, d_.a);
     call_.a = matrix_of(d_.a);
@@ -119,25 +120,34 @@ class Scatter {
     (void)tpk::ops::tile_rows(d_.op, call_);
   }
 
-  // The product, and behind it, chunk by chunk, what the others own of it.
+  // The product, and behind it, chunk by chunk, what the others own of it, and the sums that go to all.
   void run(CopyEngine::Call& engine) const {
     tpk::ops::run_hopper(d_.op, call_, d_.a, g_.stream);
     struct Pushes {
       CopyEngine::Call& engine;
       const Scatter& s;
+      void change_stream() { engine.change_stream(); }
       bool take_bell(int32_t chunk) {
         engine.take_bell(s.g_.mine().bell(chunk));
         return true;
       }
-      void copy(int owner, int32_t chunk) {
+      void push(int owner, int32_t chunk, int index) {
         const int32_t begin = s.chunks_.begin(chunk);
-        engine.copy(s.slot(owner, s.g_.rank()).from(begin - s.g_.rows.begin(owner)),
-                    Rows{s.d_.send.data_ptr(), s.row_bytes_}.from(begin), s.row_bytes_,
-                    s.chunks_.rows(chunk));
+        engine.push(s.slot(owner, s.g_.rank()).from(begin - s.g_.rows.begin(owner)),
+                    Rows{s.d_.send.data_ptr(), s.row_bytes_}.from(begin), s.row_bytes_, s.chunks_.rows(chunk),
+                    s.g_.page(owner).arrived(index), s.g_.mine().epoch());
       }
-      void raise(int owner, int index) { engine.raise(s.g_.page(owner).arrived(index), s.g_.mine().epoch()); }
+      void send_sums(int32_t chunk) {
+        const int64_t begin = s.chunks_.begin(chunk);
+        for (int step = 1; step < s.g_.world(); ++step) {
+          const int peer = tpk::protocol::gather_peer(s.g_.rank(), step, s.g_.world());
+          const Rows from = Rows{s.d_.out.data, s.row_bytes_}.from(begin - s.g_.rows.begin(s.g_.rank()));
+          engine.push(s.results(peer).from(begin), from, s.row_bytes_, s.chunks_.rows(chunk),
+                      s.g_.page(peer).sums(chunk), s.g_.mine().epoch());
+        }
+      }
     } pushes{engine, *this};
-    tpk::protocol::push_scatter(pushes, chunks_, g_.rank(), g_.world());
+    tpk::protocol::push_scatter(pushes, chunks_, order_, g_.rank(), d_.sends_own);
   }
 
  private:
@@ -147,6 +157,7 @@ class Scatter {
   size_t row_bytes_ = 0;
   int64_t slot_rows_ = 0;
   tpk::protocol::ChunkList chunks_;
+  std::vector<int32_t> order_;  // of chunks, in time
   GemmHooks hooks_;
   GemmCall call_;
 };
@@ -172,7 +183,6 @@ void fused_matmul_reduce_scatter(const Tensor& a, const Tensor& b, const std::op
   CopyEngine::Call engine(CopyEngine::of(device), g.stream);
   scatter.run(engine);
   engine.join();
-  launch_sync(kReduce, tpk::sm90a::leave_function(), g);
 }
 
 // The owner of some rows sends their sums to all, through a buffer of results [M, N rounded up to 16 bytes]
@@ -204,17 +214,7 @@ void fused_matmul_all_reduce(const Tensor& a, const Tensor& b, const std::option
   launch_sync(kAllReduce, tpk::sm90a::enter_function(), g);
   CopyEngine::Call engine(CopyEngine::of(device), g.stream);
   scatter.run(engine);
-  const tpk::protocol::ChunkList& chunks = scatter.chunks();
-  for (int32_t c = chunks.first[g.rank()]; c < chunks.first[g.rank() + 1]; ++c) {
-    engine.take_bell(g.mine().bell(c));
-    for (int step = 1; step < g.world(); ++step) {
-      const int peer = tpk::protocol::gather_peer(g.rank(), step, g.world());
-      engine.copy(scatter.results(peer).from(chunks.begin(c)), sums.from(chunks.begin(c)), row_bytes,
-                  chunks.rows(c));
-      engine.raise(g.page(peer).sums(c), g.mine().epoch());
-    }
-  }
-  tpk::sm90a::CollectParams collect{chunks,
+  tpk::sm90a::CollectParams collect{scatter.chunks(),
                                     static_cast<const char*>(results.data),
                                     static_cast<int64_t>(results.pitch),
                                     static_cast<char*>(out.data_ptr()),
@@ -224,7 +224,6 @@ void fused_matmul_all_reduce(const Tensor& a, const Tensor& b, const std::option
               static_cast<int>(multiprocessors > 0 ? std::min(multiprocessors, kCollectCtas) : kCollectCtas),
               tpk::sm90a::kCollectThreads);
   engine.join();
-  launch_sync(kAllReduce, tpk::sm90a::leave_function(), g);
 }
 
 }  // namespace

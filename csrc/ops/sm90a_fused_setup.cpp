@@ -20,9 +20,9 @@ void fused_warm_up(int64_t device, int64_t rank, const std::vector<int64_t>& add
   constexpr int kScratch = 640;  // words: 16 of this rank alone, then 16 for each rank that writes
   const DeviceGuard guard(static_cast<int32_t>(device));
   const cudaStream_t stream = tpk::ops::current_stream(kOp, static_cast<int>(device));
-  std::vector<const void*> functions{tpk::sm90a::enter_function(), tpk::sm90a::leave_function(),
-                                     tpk::sm90a::collect_function(), tpk::sm90a::clear_function()};
-  for (const auto way : {Way::kPackets, Way::kOneShot, Way::kTwoShot}) {
+  std::vector<const void*> functions{tpk::sm90a::enter_function(), tpk::sm90a::collect_function(),
+                                     tpk::sm90a::clear_function()};
+  for (const auto way : {Way::kPackets, Way::kOneShot, Way::kTwoShot, Way::kGather, Way::kScatter}) {
     for (const auto kind : {tpk::ScalarKind::kBf16, tpk::ScalarKind::kFp16, tpk::ScalarKind::kFp32}) {
       functions.push_back(tpk::sm90a::all_reduce_function(way, kind));
     }
@@ -43,6 +43,8 @@ void fused_warm_up(int64_t device, int64_t rank, const std::vector<int64_t>& add
   }
   engine.raise_bell(own);
   engine.take_bell(own);
+  engine.change_stream();
+  engine.raise(own + 1, own);
   engine.join();
   const cudaError_t error = cudaStreamSynchronize(stream);
   TPK_REQUIRE(error == cudaSuccess, kOp, ": cudaStreamSynchronize failed: ", cudaGetErrorString(error), ".");

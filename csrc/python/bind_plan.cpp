@@ -28,7 +28,7 @@ void bind_plan(py::module_& m) {
   m.def(
       "count_work",
       [](const Schedule& s, int64_t worker) {
-        detail::check_worker(s, worker);
+        detail::check_ticket(s, worker);
         return count_work(s, worker);
       },
       py::arg("schedule"), py::arg("worker"));

@@ -30,7 +30,20 @@ void bind_progress(py::module_& m) {
       .def_readonly("steps", &ProgressReport::steps)
       .def_readonly("blocked", &ProgressReport::blocked);
 
-  m.def("own_tiles_apart", &own_tiles_apart, py::arg("schedule"), py::arg("first_own"));
+  m.def("tiles_apart", &tiles_apart, py::arg("schedule"), py::arg("position"));
+  m.def(
+      "start_turn",
+      [](const Schedule& s, int64_t position) {
+        if (!tiles_apart(s, position)) {
+          throw std::invalid_argument("position must not lie inside a streamed piece, but " +
+                                      std::to_string(position) + " does.");
+        }
+        if (s.num_pieces == kMaxPieces) {
+          throw std::invalid_argument("schedule has " + std::to_string(kMaxPieces) + " pieces already.");
+        }
+        return start_turn(s, position);
+      },
+      py::arg("schedule"), py::arg("position"));
   m.def(
       "simulate_progress",
       [](const std::vector<RankProgram>& programs, const TileShape& tile, const std::vector<int64_t>& sizes,

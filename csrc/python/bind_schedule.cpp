@@ -29,7 +29,7 @@ std::vector<Piece> pieces(const Schedule& s) { return {s.pieces, s.pieces + s.nu
 
 // At most limit segments: a worker of a very large problem has more than fit into memory.
 std::vector<Segment> segments(const Schedule& s, int64_t worker, int64_t limit) {
-  detail::check_worker(s, worker);
+  detail::check_ticket(s, worker);
   std::vector<Segment> out;
   SegmentCursor cursor(s, worker);
   for (Segment segment; (limit < 0 || static_cast<int64_t>(out.size()) < limit) && cursor.next(&segment);) {
@@ -83,11 +83,13 @@ void bind_schedule(py::module_& m) {
       .def_readonly("handicapped", &Piece::handicapped)
       .def_readonly("handicap", &Piece::handicap)
       .def_readonly("granules", &Piece::granules)
+      .def_readonly("turn", &Piece::turn)
       .def("__repr__", [](const Piece& p) { return repr(p); });
 
   py::class_<Schedule>(m, "Schedule")
       .def_readonly("k_iters", &Schedule::k_iters)
       .def_readonly("workers", &Schedule::workers)
+      .def_property_readonly("tickets", &Schedule::tickets)
       .def_readonly("min_iters", &Schedule::min_iters)
       .def_readonly("num_slots", &Schedule::num_slots)
       .def_property_readonly("divided_shares", &divided_shares)
@@ -95,10 +97,10 @@ void bind_schedule(py::module_& m) {
       .def("segments", &segments, py::arg("worker"), py::arg("limit") = -1)
       .def("share_bounds", &share_bounds, py::arg("piece"))
       .def("__repr__", [](const Schedule& s) {
-        std::string text = "Schedule(k_iters=" + std::to_string(s.k_iters) +
-                           ", workers=" + std::to_string(s.workers) +
-                           ", min_iters=" + std::to_string(s.min_iters) +
-                           ", num_slots=" + std::to_string(s.num_slots) + ", pieces=[";
+        std::string text =
+            "Schedule(k_iters=" + std::to_string(s.k_iters) + ", workers=" + std::to_string(s.workers) +
+            ", min_iters=" + std::to_string(s.min_iters) + ", num_slots=" + std::to_string(s.num_slots) +
+            ", turns=" + std::to_string(s.turns) + ", pieces=[";
         for (int64_t i = 0; i < s.num_pieces; ++i) text += (i > 0 ? ", " : "") + repr(s.pieces[i]);
         return text + "])";
       });

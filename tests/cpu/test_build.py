@@ -193,16 +193,21 @@ def test_sources_are_sorted_into_extensions(setup, tmp_path):
         "kernels/sm90a/gemm.cu",
         "kernels/sm90a/tensor_map.cpp",
         "kernels/sm90a/LICENSE-CUTLASS.txt",
+        "comm/copy_engine.cpp",
+        "nvshmem/push.cu",
+        "nvshmem/heap.hpp",
     ]
     found = setup.find_sources(_tree(tmp_path, names))
     assert found == {
         "_C": ["csrc/kernels/cpu/run.cpp", "csrc/ops/schemas.cpp"],
         "_C_sm80": ["csrc/kernels/sm80/gemm.cu", "csrc/ops/streamk_cuda.cu"],
         "_C_sm90a": [
+            "csrc/comm/copy_engine.cpp",
             "csrc/kernels/sm90a/gemm.cu",
             "csrc/kernels/sm90a/tensor_map.cpp",
             "csrc/ops/sm90a_entry.cpp",
         ],
+        "_C_nvshmem": ["csrc/nvshmem/push.cu"],
         "_host": [],
     }
 

@@ -219,9 +219,10 @@ def test_skipped_checks_are_counted_apart_and_the_environment_stays_out(tmp_path
     assert "make test: <> .venv\n" in result.stdout
     assert "--- cuda compile: skipped" in result.stdout
     assert "--- other torch: skipped" in result.stdout
+    assert "--- nvshmem: skipped" in result.stdout
     assert "--- cpp tests: FAILED" in result.stdout  # there is no cmake/CMakeLists.txt
     assert "--- lint: ok" in result.stdout
-    counts = re.fullmatch(r"checks: (\d+) passed, (\d+) failed, 2 skipped", result.stdout.splitlines()[-1])
+    counts = re.fullmatch(r"checks: (\d+) passed, (\d+) failed, 3 skipped", result.stdout.splitlines()[-1])
     assert counts is not None
     assert int(counts[1]) + int(counts[2]) == 5
     assert result.returncode == 1

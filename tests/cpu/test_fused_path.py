@@ -5,15 +5,17 @@ from __future__ import annotations
 import fused_behaviour
 import fused_checks
 import fused_gradients
+import fused_small
 import pytest
 import torch
 import torch.distributed as dist
+from few_rows import few_rows_overlap, overlaps
 from fused_fakes import FakeRuntime, on_fakes
 from op_behaviour import expect
 from op_checks import check_all_gather_matmul, on_device
 
 import tpkernels as tpk
-from tpkernels.comm import fused, ranks, runtime, workspace
+from tpkernels.comm import fused, ranks, runtime, small, workspace
 from tpkernels.errors import ArgumentError, BackendError
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -41,11 +43,16 @@ def test_every_dimension_and_option_with_gradients(ranks, uneven):
     ranks.run(on_fakes, check_all_gather_matmul, BF16, uneven, FUSED, world=3, timeout=120)
 
 
+def test_few_rows(ranks, seed):
+    ranks.run(on_fakes, fused_small.check_few_rows, FUSED, BF16, seed, world=2, timeout=120)
+
+
 def test_groups(ranks, seed):
     ranks.run(on_fakes, fused_behaviour.check_two_groups, FUSED, 20, seed)
     ranks.run(on_fakes, _groups_go)
 
 
+@overlaps()
 def _groups_go(ctx):
     """Memory of a group is freed once it is destroyed, by the next call in another one."""
     x, w = torch.ones(4, 8, dtype=BF16), torch.ones(8, 8, dtype=BF16)
@@ -104,11 +111,18 @@ def _shapes_of_one_rank(ctx):
     a, b = ones(2 * ctx.world, k), ones(k, 5)
     out = tpk.matmul_reduce_scatter([a, a], [b, b], ctx.group, bias=ones(5), path=FUSED)
     assert torch.equal(out, torch.full((2, 5), 16.0 * (ctx.world - 1) + 1, dtype=BF16))
-    assert runtime.active.log[-1] == "scatter" and tpk.last_path().detail.startswith(f"M={2 * ctx.world} N=5")
+    assert runtime.active.log[-1] == ("scatter" if few_rows_overlap() else "small scatter")
+    assert tpk.last_path().detail.startswith(f"M={2 * ctx.world} N=5")
+
+
+@overlaps()
+def _long_shapes_of_one_rank(ctx):
+    _shapes_of_one_rank(ctx)
 
 
 def test_shapes_of_one_rank(ranks):
     ranks.run(on_fakes, _shapes_of_one_rank, world=3)
+    ranks.run(on_fakes, _long_shapes_of_one_rank, world=3)
 
 
 def _refusals(ctx):
@@ -166,6 +180,7 @@ def test_one_rank_cannot(ranks):
     ranks.run(on_fakes, _one_rank_cannot)
 
 
+@overlaps()
 def _explained(ctx):
     x, w = torch.ones(6, 8, dtype=BF16), torch.ones(8, 16, dtype=BF16)
     sizes = [0, 6, 2][: ctx.world]
@@ -197,10 +212,32 @@ def _explained(ctx):
     assert tpk.explain("matmul_replicated", x, w, ctx.group).transfers == ""
 
 
+def _few_rows_explained(ctx):
+    """What is told is what runs then."""
+    x, w = torch.ones(6, 8, dtype=BF16), torch.ones(8, 16, dtype=BF16)
+    sizes = [0, 6, 2][: ctx.world]
+    gathered = 8 * 2 * (sum(sizes) - sizes[ctx.rank])
+    for op, a, given, received, told in (
+        ("all_gather_matmul", x[: sizes[ctx.rank]], {"shard_sizes": sizes}, gathered, "in front of; gather"),
+        ("matmul_reduce_scatter", x, {}, 16 * 2 * 2 * (ctx.world - 1), "behind; scatter"),
+    ):
+        place, _, way = told.partition(";")
+        for path, used in ((FUSED, "fused+blas"), ("fused+streamk", "fused+streamk")):
+            before = tpk.explain(op, a, w, ctx.group, path=path, **given)
+            assert before.path == used and before.product.endswith(";" + way), before
+            assert before.transfers.startswith(f"{place} the product one kernel,{way}")
+            assert before.wire_bytes == received
+            getattr(tpk, op)(a, w, ctx.group, path=path, **given)
+            record = tpk.last_path()
+            assert (record.path, record.detail, record.why) == (before.path, before.product, before.why)
+
+
 def test_explain(ranks):
     ranks.run(on_fakes, _explained, world=3)
+    ranks.run(on_fakes, _few_rows_explained, world=3)
 
 
+@overlaps()
 def _memory_of_calls(ctx):
     """It grows when a call needs more, in powers of two, or to what was reserved; not in a capture."""
     fake, ones = runtime.active, lambda *shape: torch.ones(*shape, dtype=BF16)
@@ -223,7 +260,8 @@ def _memory_of_calls(ctx):
         tpk.reserve(ctx.group, max_m=rows, k=1, n=3)
         gather(1000, 2000)
         slots = -(-(4096 + -(-rows // ctx.world) * ctx.world * 16) // (2 << 20)) * (2 << 20)
-        assert sizes()[1:] == [str((48 << 20) + (2 << 20)), str(slots)]
+        few = -(-small.WORKSPACE_BYTES // (2 << 20)) * (2 << 20)
+        assert sizes()[1:] == [str(few), str((48 << 20) + (2 << 20)), str(slots)]
         # A graph replays into the first allocation: it lives on.
         space = workspace._spaces[ctx.group_name, torch.device("cpu"), "gather"]
         assert [memory.numel() for memory, _ in space.kept] == [2 << 20] and not space.captured

@@ -51,7 +51,7 @@ def _run(path: Path, code: str) -> subprocess.CompletedProcess[str]:
 def test_the_required_extension_is_loaded_here():
     assert _extensions.is_loaded("_C")
     assert _extensions.why_not("_C") == ""
-    assert set(_extensions.status()) == {"_C", "_C_sm80", "_C_sm90a", "_host"}
+    assert set(_extensions.status()) == {"_C", "_C_sm80", "_C_sm90a", "_C_nvshmem", "_host"}
     for status in _extensions.status().values():
         assert status.loaded or status.reason, f"{status.name} is not loaded and nobody says why"
 

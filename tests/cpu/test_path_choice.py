@@ -26,7 +26,7 @@ MACHINE = Machine(
     launch_us=4.0,
     apart=dict.fromkeys(choice.OPS, POINTS),
     fused=dict.fromkeys(choice.OPS, Overlap(300.0, 0.1, 30.0, 2.0)),
-    quick=Quick(8.0, 100.0, 1 << 20),
+    quick=dict.fromkeys(choice.OPS, Quick(8.0, 100.0, 1 << 20)),
 )
 GPT3 = Call(GATHER, (2048,) * 4, 6144, 12288)
 
@@ -170,12 +170,18 @@ def test_between_points():
     assert choice.between(POINTS, 0) == choice.between(POINTS, 1e5) == pytest.approx(20 * 262144 / 1e6)
 
 
-def test_small_sums_take_the_kernel_of_low_latency():
-    small, large = Call(SUM, (4,) * 4, 8192, 1024), Call(SUM, (64,) * 4, 8192, 1024)
+@pytest.mark.parametrize("op, rounds", [(GATHER, 1), (SCATTER, 1), (SUM, 2)])
+def test_small_calls_take_the_kernel_of_low_latency(op, rounds):
+    n, k = (1024, 8192)[:: 1 if op == GATHER else -1]
+    small, large = Call(op, (16,) * 4, n, k), Call(op, (17,) * 4, n, k)
     assert choice.is_quick(small, MACHINE) and not choice.is_quick(large, MACHINE)
-    assert not choice.is_quick(small._replace(op=SCATTER), MACHINE)
+    off = dataclasses.replace(MACHINE, quick=MACHINE.quick | {op: Quick()})
+    assert not choice.is_quick(small, off) and choice.is_quick(small._replace(rows=(0,) * 4), off)
     product = choice.product_us(small, MACHINE)
-    assert choice.fused_us(small, MACHINE, product) == pytest.approx(product + 8 + 2 * 12 * 8192 * 2 / 1e5)
+    us = product + 8 + rounds * 48 * 8192 * 2 / 1e5
+    assert choice.fused_us(small, MACHINE, product) == pytest.approx(us)
+    # Slots are as long as the longest shard, but in an all-reduce.
+    assert choice.is_quick(small._replace(rows=(49, 5, 5, 5)), MACHINE) is (op == SUM)
 
 
 # The fit
@@ -200,7 +206,9 @@ def samples_of(machine: Machine) -> list[fitting.Sample]:
 
 def test_a_fit_tells_what_it_was_made_from():
     start = dataclasses.replace(
-        with_fused(MACHINE, us=90.0, gbps=120.0), tflops=300.0, quick=Quick(30.0, 40.0, 1 << 20)
+        with_fused(MACHINE, us=90.0, gbps=120.0),
+        tflops=300.0,
+        quick=dict.fromkeys(choice.OPS, Quick(30.0, 40.0, 1 << 20)),
     )
     samples = samples_of(MACHINE)
     fitted = fitting.fit(samples, start)
@@ -269,6 +277,27 @@ def test_another_card_gets_a_place(tmp_path, monkeypatch):
     file = result_file(tmp_path / "r.jsonl", {"gemm": 600.0, "nccl+cublas": 900.0}, card="new", world=8)
     assert main(["fit-paths", str(file), "--write"]) == 0
     assert '"new", 8, tflops=' in table.read_text()
+
+
+def test_what_overlapped_with_few_rows_is_outdated(tmp_path):
+    """Rows from before these had a kernel say that ours multiplied; others count."""
+    for path, m, counts in (
+        ("fused+streamk", 256, False),
+        ("fused+cublas", 256, True),
+        ("fused+streamk", 8192, True),
+    ):
+        file = tmp_path / f"{path} {m}.jsonl"
+        append(file, Header("run", "overlap", "2026-01-01", env={"gpu": "card"}))
+        for variant, extra in (("gemm", {}), ("nccl+cublas", {}), ("ours:fused", {"path": path})):
+            append(
+                file,
+                Row(
+                    "overlap", "AG", GATHER, variant, "ours", dtype="bfloat16", world=4, run="run",
+                    params={"m": m, "n": 3584, "k": 8192}, us=Stats.of([90.0]), extra=extra,
+                ),
+            )  # fmt: skip
+        (sample,) = fit_paths.measured(load(file)).samples["card", 4]
+        assert sample.apart_us == 90 and (sample.fused_us == 90) is counts, (path, m)
 
 
 def test_files_without_such_rows(tmp_path):

@@ -1,7 +1,4 @@
-"""The kernel of small all-reduces, all ranks in one process on one GPU: a stream each, and grids that fit together.
-
-Every "rank's" memory is ordinary memory of the device. Whole calls: test_fused_one_gpu.py and tests/gpun.
-"""
+"""The kernel of small all-reduces on virtual ranks. Whole calls: test_fused_one_gpu.py and tests/gpun."""
 
 from __future__ import annotations
 
@@ -9,96 +6,24 @@ import math
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 import torch
+from small_ranks import BF16, F16, F32, OPS, Ranks, Tensor, draw, summed
 from streamk_cases import hopper_only, randn
 
 from tpkernels.comm import small
 
-Tensor = torch.Tensor
 pytestmark = [pytest.mark.gpu1, hopper_only]
 
-OPS: Any = torch.ops.tpkernels
-BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 # Odd numbers of columns and bytes, less than a unit, units that cross rows, several rounds of a thread.
 SHAPES = [(1, 1), (1, 8), (3, 5), (7, 333), (16, 1024), (129, 255), (64, 4096)]
 
 
-class Ranks:
-    """Virtual ranks. At most 64 CTAs of all of them: they are resident whatever else runs."""
-
-    def __init__(self, world: int, most_bytes: int = 2 << 20, timeout_s: float = 20.0) -> None:
-        self.world, self.timeout_s, self.calls = world, timeout_s, 0
-        half = small.PACKET_BYTES + (world + 1) * (most_bytes + 256)
-        self.memory = [
-            torch.zeros(small.PAGE_BYTES + 2 * half, dtype=torch.uint8, device="cuda") for _ in range(world)
-        ]
-        self.addresses = [m.data_ptr() for m in self.memory]
-        self.streams = [torch.cuda.Stream() for _ in range(world)]
-        torch.cuda.synchronize()
-        for rank in range(world):
-            OPS.fused_warm_up(0, rank, self.addresses)
-
-    def poison(self) -> None:
-        """All that is not words or packets."""
-        for memory in self.memory:
-            for half in memory[small.PAGE_BYTES :].chunk(2):
-                half[small.PACKET_BYTES :].fill_(0xFF)  # NaN
-
-    def launch(
-        self,
-        rank: int,
-        way: str,
-        partial: Tensor,
-        out: Tensor,
-        bias: Tensor | None = None,
-        residual: Tensor | None = None,
-        ctas: int = 0,
-    ) -> None:
-        OPS.fused_all_reduce(
-            partial,
-            bias,
-            residual,
-            out,
-            way,
-            rank,
-            self.addresses,
-            self.memory[0].numel(),
-            self.timeout_s,
-            ctas or 64 // self.world,
-        )
-
-    def run(self, call: Callable[[int], None], order: Sequence[int] | None = None) -> None:
-        torch.cuda.synchronize()
-        for rank in order or range(self.world):
-            with torch.cuda.stream(self.streams[rank]):
-                call(rank)
-        torch.cuda.synchronize()
-
-    def reduce(self, way: str, partials: Sequence[Tensor], **options: Any) -> list[Tensor]:
-        outs = [torch.full_like(partial, math.nan) for partial in partials]
-        self.run(lambda rank: self.launch(rank, way, partials[rank], outs[rank], **options))
-        return outs
-
-
-def summed(partials: Sequence[Tensor], *terms: Tensor | None) -> Tensor:
-    """In rank order in float32, rounded once."""
-    total = partials[0].float()
-    for each in [*partials[1:], *terms]:
-        total = total if each is None else total + each.float()
-    return total.to(partials[0].dtype)
-
-
-def draw(world: int, shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator) -> list[Tensor]:
-    return [randn(*shape, dtype=dtype, generator=generator) for _ in range(world)]
-
-
 @pytest.mark.parametrize("world", [2, 3, 4, 8, 16])
 @pytest.mark.parametrize("dtype", [BF16, F16, F32])
-@pytest.mark.parametrize("way", small.WAYS)
+@pytest.mark.parametrize("way", small.SUM_WAYS)
 def test_bitwise_the_rank_ordered_sum(
     way: str, dtype: torch.dtype, world: int, generator: torch.Generator
 ) -> None:
@@ -122,7 +47,7 @@ def test_bitwise_the_rank_ordered_sum(
         assert bool((error <= size * 2.0 ** (-7 if dtype == BF16 else -10)).all())
 
 
-@pytest.mark.parametrize("way", small.WAYS)
+@pytest.mark.parametrize("way", small.SUM_WAYS)
 def test_tensors_that_begin_anywhere(way: str, generator: torch.Generator) -> None:
     """Addresses that are no multiples of 16 bytes, in memory that nobody may touch around them."""
     ranks, shape = Ranks(2), (5, 77)
@@ -151,7 +76,8 @@ def test_calls_in_turn(world: int, generator: torch.Generator) -> None:
     torch.cuda.synchronize()
     for _ in range(40):
         picks = [
-            (together.choice(cases), together.choice(small.WAYS), together.randrange(1, 9)) for _ in range(25)
+            (together.choice(cases), together.choice(small.SUM_WAYS), together.randrange(1, 9))
+            for _ in range(25)
         ]
         outs = [[torch.full_like(p, math.nan) for p in partials] for (partials, _), _, _ in picks]
         torch.cuda.synchronize()
@@ -176,13 +102,13 @@ def test_epochs_begin_anew(generator: torch.Generator) -> None:
     ranks, partials = Ranks(2), draw(2, (16, 1024), BF16, generator)
     for memory in ranks.memory:
         memory[:4].view(torch.int32).fill_(-5)
-    for way in [*small.WAYS, *small.WAYS, *small.WAYS]:
+    for way in [*small.SUM_WAYS, *small.SUM_WAYS, *small.SUM_WAYS]:
         for out in ranks.reduce(way, partials):
             assert torch.equal(out, summed(partials)), way
     assert int(ranks.memory[1][:4].view(torch.int32)) == 6
 
 
-@pytest.mark.parametrize("way", small.WAYS)
+@pytest.mark.parametrize("way", small.SUM_WAYS)
 def test_graphs(way: str, generator: torch.Generator) -> None:
     """1,000 replays of graphs with an odd number of calls, with new data, between eager calls of other sizes."""
     world = 3
@@ -213,7 +139,7 @@ def test_graphs(way: str, generator: torch.Generator) -> None:
         for some, out in zip(partials, outs, strict=True):
             assert all(torch.equal(x, summed(some)) for x in out), turn
         if turn % 3 == 0:
-            other = together.choice(small.WAYS)
+            other = together.choice(small.SUM_WAYS)
             assert all(torch.equal(x, summed(others)) for x in ranks.reduce(other, others)), turn
 
 
@@ -303,7 +229,7 @@ def test_bad_calls_are_refused() -> None:
         ({"partial": x.t()}, "partial must be a contiguous CUDA tensor"),
         ({"partial": x[:0], "out": x[:0]}, "partial must have elements"),
         ({"out": x.float()}, "out must be contiguous and of partial's dtype"),
-        ({"residual": x[:2]}, r"residual must be a CUDA tensor of partial's shape \[4, 8\]"),
+        ({"residual": x[:2]}, r"residual must be a CUDA tensor of shape \[4, 8\]"),
         ({"bias": x[0, :4]}, r"bias must be a contiguous CUDA tensor \[N\]"),
     ]:
         with pytest.raises(RuntimeError, match=said):

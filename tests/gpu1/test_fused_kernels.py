@@ -259,13 +259,12 @@ ops = torch.ops.tpkernels
 for rank in range(2): ops.fused_warm_up(0, rank, addresses)
 a, b = (torch.randn(512, 512, device="cuda").bfloat16() for _ in range(2))
 out = torch.empty(512, 512, device="cuda", dtype=torch.bfloat16)
-if {op!r} == "gather":
+if {op!r} != "enter":
+    memory[0].view(torch.int32)[64 + 1] = 1  # the other rank came, and then did nothing
+if {op!r} != "reduce":
     ops.fused_all_gather_matmul(a[:256], [b], [], [], "none", [out], [], None, rows, 0, addresses, *tail)
-elif {op!r} == "reduce":
-    ops.fused_matmul_reduce_scatter(a, b, None, None, out[:256].clone(), out, rows, 0, addresses, *tail)
 else:
-    memory[0].view(torch.int32)[128] = 3  # three calls that the other rank has not read
-    ops.fused_all_gather_matmul(a[:256], [b], [], [], "none", [out], [], None, rows, 0, addresses, *tail)
+    ops.fused_matmul_reduce_scatter(a, b, None, None, out[:256].clone(), out, rows, 0, addresses, *tail)
 try:
     torch.cuda.synchronize()
 except RuntimeError:
@@ -278,7 +277,7 @@ except RuntimeError:
     [
         ("gather", "slab 0 of chunk 1 of a: its flag is 0, expected 1. Rank 1, which sends it, did not."),
         ("reduce", "row 0 of what rank 1 adds: its flag is 0, expected 1. Rank 1, which sends it, did not."),
-        ("enter", "rank 1 to have read what it was sent before: its flag is 0, expected 3."),
+        ("enter", "rank 1 to begin the same call: its flag is 0, expected 1."),
     ],
 )
 def test_a_rank_that_does_not_come_is_named(op: str, said: str) -> None:

@@ -58,6 +58,8 @@ def test_small_sums(shared_gpu_ranks, seed, world, dtype):
     shared_gpu_ranks.run(on_device, fused_small.check_all_reduce, FUSED, dtype, seed, world=world)
     shared_gpu_ranks.run(on_device, fused_small.check_empty, FUSED, world=world)
     shared_gpu_ranks.run(on_device, fused_small.check_gradients, FUSED, world=world)
+    shared_gpu_ranks.run(on_device, fused_small.check_few_rows, FUSED, dtype, seed, world=world)
+    shared_gpu_ranks.run(on_device, fused_small.check_sums_are_in_order, FUSED, seed, world=world)
 
 
 def test_small_sums_again_and_again(shared_gpu_ranks, seed):
@@ -112,10 +114,10 @@ def test_blocking_launches_are_refused():
         pool.run(on_device, fused_behaviour.check_refused, BF16, ["CUDA_LAUNCH_BLOCKING"])
 
 
-@pytest.mark.parametrize("kind, world", [("gather", 2), ("scatter", 2), ("entry", 3), ("small", 2)])
-def test_a_stalled_rank_is_reported(kind, world):
+@pytest.mark.parametrize("kind", list(fused_behaviour.STALLS))
+def test_a_stalled_rank_is_reported(kind):
     """Without TPK_CHECK, whose collective would wait for that rank first."""
     env = {"TPK_CHECK": "0", "TPK_COMM_TIMEOUT_S": str(LIMIT)}
-    with RankPool(world, share_gpu=True, env=env) as pool:
+    with RankPool(3 if kind == "entry" else 2, share_gpu=True, env=env) as pool:
         answers = pool.run(on_device, fused_behaviour.check_stalled, kind)
     fused_behaviour.judge_stalled(kind, answers, LIMIT)

@@ -64,6 +64,8 @@ def test_small_sums(gpu_ranks, seed, dtype, world):
     gpu_ranks.run(on_device, fused_small.check_all_reduce, FUSED, dtype, seed, world=world)
     gpu_ranks.run(on_device, fused_small.check_empty, FUSED, world=world)
     gpu_ranks.run(on_device, fused_small.check_gradients, FUSED, world=world)
+    gpu_ranks.run(on_device, fused_small.check_few_rows, FUSED, dtype, seed, world=world)
+    gpu_ranks.run(on_device, fused_small.check_sums_are_in_order, FUSED, seed, world=world)
 
 
 @pytest.mark.parametrize("world", WORLDS)

@@ -84,7 +84,7 @@ def test_departure_is_acyclic_where_own_tiles_stand_apart(
     segments = [[s.segments(w) for w in range(s.workers)] for s in schedules]
     assert report.finished == waits_acyclic(segments, lambda r, p: orders[r].at(p), owners(sizes), defer)
     apart = all(
-        _host.own_tiles_apart(s, len(o) - x[-1]) for s, o, x in zip(schedules, orders, shards, strict=True)
+        _host.tiles_apart(s, len(o) - x[-1]) for s, o, x in zip(schedules, orders, shards, strict=True)
     )
     if apart and defer:
         assert report.finished, report.blocked
@@ -96,14 +96,39 @@ def test_departure_is_acyclic_where_own_tiles_stand_apart(
 
 @settings(max_examples=60, deadline=None)
 @given(groups())
-def test_every_shard_and_data_parallel_keep_own_tiles_apart(
+def test_every_shard_and_data_parallel_keep_tiles_apart(
     group: tuple[list[int], str, dict[str, int], int],
 ) -> None:
     sizes, _, numbers, n = group
     for kind in ("every_shard", "data_parallel"):
         schedules, orders, shards = plan_ranks(_host.make_departure_order, sizes, kind, numbers, n)
         for s, o, x in zip(schedules, orders, shards, strict=True):
-            assert _host.own_tiles_apart(s, len(o) - x[-1])
+            assert _host.tiles_apart(s, len(o) - x[-1])
+
+
+@settings(max_examples=120, deadline=None)
+@given(groups(), st.integers(1, 3))
+def test_own_tiles_in_a_turn_of_their_own_need_no_worker_resident(
+    group: tuple[list[int], str, dict[str, int], int], resident: int
+) -> None:
+    """With own tiles put behind all others any number of workers finishes, one too; nothing is lost."""
+    sizes, kind, numbers, n = group
+    sizes = [4 * size for size in sizes]  # no straddlers
+    schedules, orders, shards = plan_ranks(_host.make_departure_order, sizes, kind, numbers, n)
+    first_own = [len(o) - x[-1] for o, x in zip(orders, shards, strict=True)]
+    if not all(_host.tiles_apart(s, first) for s, first in zip(schedules, first_own, strict=True)):
+        return
+    late = [_host.start_turn(s, first) for s, first in zip(schedules, first_own, strict=True)]
+    for s, o, first in zip(late, orders, first_own, strict=True):
+        segments = [s.segments(t) for t in range(s.tickets)]
+        assert sum(x.k_end - x.k_begin for some in segments for x in some) == len(o) * s.k_iters
+        mine = [any(x.position >= first for x in some) for some in segments]
+        assert mine == sorted(mine), "an own tile has a ticket before one of another rank's"
+    programs = [_host.RankProgram(s, o) for s, o in zip(late, orders, strict=True)]
+    report = _host.simulate_progress(
+        programs, tile=TILE, shard_sizes=sizes, resident=resident, owner_waits="tile"
+    )
+    assert report.finished, report.blocked
 
 
 # The simulator must be able to say no.

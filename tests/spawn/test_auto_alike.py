@@ -22,7 +22,7 @@ from tpkernels.comm.choice import Overlap
 
 
 def _fused(op):
-    """What path "fused" takes here: a small all-reduce is one kernel behind any product."""
+    """What path "fused" takes here: all-reduces are one kernel behind any product, others overlap."""
     return "fused+blas" if op == choice.SUM else "fused+streamk"
 
 

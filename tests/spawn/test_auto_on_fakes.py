@@ -9,12 +9,13 @@ import os
 
 import torch
 import torch.distributed as dist
-from auto_fakes import BF16, OPS, capturing, machine_of, on_gloo, operands
+from auto_fakes import BF16, OPS, capturing, few_rows_on_gloo, machine_of, on_gloo, operands
 from fused_behaviour import unchecked
 from fused_fakes import forget
 
 import tpkernels as tpk
-from tpkernels.comm import auto, runtime, workspace
+from tpkernels.comm import auto, choice, runtime, small, workspace
+from tpkernels.comm.choice import Quick
 from tpkernels.ops import _groups
 
 
@@ -45,6 +46,33 @@ def _takes_what_pays(ctx):
 
 def test_takes_what_pays(ranks):
     ranks.run(on_gloo, _takes_what_pays, world=3)
+
+
+def _few_rows(ctx):
+    """They are predicted by constants of their own, and made by one kernel; others as before."""
+    quick = dict.fromkeys(choice.OPS, Quick(40.0, 1e6, small.MOST_BYTES[choice.GATHER]))
+    for us, taken in ((40.0, True), (400.0, False)):
+        few = {op: one._replace(us=us) for op, one in quick.items()}
+        tpk.calibrate(ctx.group, machine=machine_of(ctx, us=90.0, quick=few))
+        for op in OPS:
+            x, w = operands(ctx, op)
+            want = op(x, w, ctx.group, path="gloo+blas")
+            told = tpk.explain(op.__name__, x, w, ctx.group)
+            assert torch.equal(op(x, w, ctx.group), want)
+            record = tpk.last_path()
+            assert (told.path, told.why, told.product) == (record.path, record.why, record.detail)
+            assert record.path == ("fused+blas" if taken else "gloo+blas")
+            assert f"fused{':' if taken else ''} {10 + us:.0f}" in record.why, record.why
+            assert not taken or "one kernel" in told.transfers
+    assert {kind for *_, kind in workspace._spaces} == {"small"}
+    runtime.active.log.clear()
+    x, w = torch.ones(1 << 20, 8, dtype=BF16), torch.ones(8, 1, dtype=BF16)  # more bytes than that
+    tpk.all_gather_matmul(x, w, ctx.group, path="fused")
+    assert tpk.last_path().path == "fused+streamk" and runtime.active.log[-1] == "gather"
+
+
+def test_few_rows(ranks):
+    ranks.run(few_rows_on_gloo, _few_rows, world=2)
 
 
 def _forced(ctx):

@@ -30,6 +30,7 @@ PATH = "fused"
         fused_checks.check_reference,
         fused_gradients.check_gradients,
         fused_small.check_all_reduce,
+        fused_small.check_few_rows,
     ],
 )
 def test_values(ranks, seed, check, world, dtype):
@@ -53,6 +54,7 @@ def test_shapes_that_change(ranks, seed):
 def test_small_sums(ranks, seed):
     ranks.run(on_fakes, fused_small.check_empty, PATH, world=3)
     ranks.run(on_fakes, fused_small.check_gradients, PATH, world=3)
+    ranks.run(on_fakes, fused_small.check_sums_are_in_order, PATH, seed, world=3)
     ranks.run(on_fakes, fused_small.check_repeats, PATH, 30, seed, world=3, timeout=100)
     ranks.run(on_fakes, fused_small.check_first_use_in_a_capture, PATH, _capturing, world=2)
 

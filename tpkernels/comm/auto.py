@@ -35,6 +35,12 @@ class Asked(NamedTuple):
     dtype: torch.dtype
     out_dtype: torch.dtype
 
+    def way(self, rows: Sequence[int]) -> str | None:
+        """By which way of :mod:`comm.small` it goes on path "fused"; None: it overlaps."""
+        gathers = self.op == choice.GATHER
+        row_bytes = self.ks[0] * self.dtype.itemsize if gathers else self.ns[0] * self.out_dtype.itemsize
+        return small.way_of(self.op, rows, row_bytes)
+
 
 class Decision(NamedTuple):
     """The choice, and a sentence about it."""
@@ -221,10 +227,10 @@ def _memory_missing(
 
 def _workspace(asked: Asked, rows: Sequence[int]) -> tuple[str, int]:
     """Kind and bytes of the shared memory of a call."""
+    if asked.way(rows) is not None:
+        return "small", small.WORKSPACE_BYTES
     if asked.op == choice.GATHER:
         return "gather", workspace.gather_bytes(sum(rows), asked.ks[0], asked.dtype.itemsize)
     if asked.op == choice.SCATTER:
         return "scatter", workspace.scatter_bytes(rows, asked.ns[0], asked.out_dtype.itemsize)
-    if small.way_of(sum(rows) * asked.ns[0] * asked.out_dtype.itemsize, len(rows)) is not None:
-        return "small", small.WORKSPACE_BYTES
     return "sum", workspace.sum_bytes(rows, asked.ns[0], asked.out_dtype.itemsize)

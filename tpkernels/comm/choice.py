@@ -6,8 +6,8 @@ behind it), between measured sizes. Fused::
     max(product, copies) + exposed * min(product, copies) + us + us_per_k * K / 1024
 
 ``exposed`` is what does not overlap; the rest is what does not shrink: kernels that enter and leave, the last piece to
-arrive, and the tile that waits for it, which takes as long as K is. An all-reduce whose result is small takes a kernel
-of low latency behind the product instead: ``product + us + bytes / rate``.
+arrive, and the tile that waits for it, which takes as long as K is. A small call takes a kernel of low latency beside
+the product instead: ``product + us + bytes / rate``.
 
 The product's time is the same in both, so that its error hardly matters. Constants: :mod:`tpkernels.comm.machines`.
 """
@@ -38,14 +38,11 @@ class Overlap(NamedTuple):
 
 
 class Quick(NamedTuple):
-    """The all-reduce of low latency, for results of up to ``most_bytes``; 0: there is none."""
+    """The kernel of low latency, for what :func:`size_of` tells is up to ``most_bytes``; 0: there is none."""
 
     us: float = 0.0
     gbps: float = 1.0
     most_bytes: int = 0
-
-
-NO_QUICK = Quick()
 
 
 @dataclass(frozen=True)
@@ -61,7 +58,7 @@ class Machine:
         apart: by operation, (bytes, microseconds) of what path "nccl+cublas" does beside its product. Bytes: see
             :func:`travelling`.
         fused: by operation.
-        quick: the all-reduce of small results.
+        quick: of small calls, by operation.
     """
 
     card: str
@@ -71,7 +68,7 @@ class Machine:
     launch_us: float
     apart: Mapping[str, Points] = field(hash=False)
     fused: Mapping[str, Overlap] = field(hash=False)
-    quick: Quick = NO_QUICK
+    quick: Mapping[str, Quick] = field(default_factory=lambda: dict.fromkeys(OPS, Quick()), hash=False)
 
     def to_json(self) -> str:
         """One line, for :meth:`from_json`."""
@@ -86,7 +83,7 @@ class Machine:
         """
         try:
             given = json.loads(text)
-            for name in ("apart", "fused"):
+            for name in ("apart", "fused", "quick"):
                 if set(given[name]) != set(OPS):
                     raise ValueError(f"{name} has {', '.join(given[name]) or 'nothing'}")
             given["apart"] = {
@@ -94,8 +91,11 @@ class Machine:
                 for op, points in given["apart"].items()
             }
             given["fused"] = {op: Overlap(*map(float, values)) for op, values in given["fused"].items()}
-            us, gbps, most = given["quick"]
-            return cls(**given | {"quick": Quick(float(us), float(gbps), int(most))})
+            given["quick"] = {
+                op: Quick(float(us), float(gbps), int(most))
+                for op, (us, gbps, most) in given["quick"].items()
+            }
+            return cls(**given)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ArgumentError(
                 f"text: expected what Machine.to_json() writes, got {text[:60]!r} ({error}); run tpk.calibrate() again."
@@ -160,7 +160,8 @@ def apart_us(call: Call, machine: Machine, product: float) -> float:
 def fused_us(call: Call, machine: Machine, product: float) -> float:
     """The fused operation."""
     if is_quick(call, machine):
-        return product + machine.quick.us + travelling(call) / machine.quick.gbps * 1e-3
+        quick = machine.quick[call.op]
+        return product + quick.us + travelling(call) / quick.gbps * 1e-3
     o = machine.fused[call.op]
     copies = travelling(call) / o.gbps * 1e-3
     overlapped = max(product, copies) + o.exposed * min(product, copies)
@@ -171,16 +172,25 @@ def fused_us(call: Call, machine: Machine, product: float) -> float:
 
 
 def is_quick(call: Call, machine: Machine) -> bool:
-    """Whether the all-reduce of low latency takes the call."""
-    size = sum(call.rows) * call.n * call.out_item
-    return call.op == SUM and size <= machine.quick.most_bytes
+    """Whether the kernel of low latency takes the call."""
+    return size_of(call) <= machine.quick[call.op].most_bytes
+
+
+def size_of(call: Call) -> int:
+    """Bytes of an all-reduce's result; of what is gathered or scattered, were all shards as long as the longest."""
+    rows = sum(call.rows) if call.op == SUM else len(call.rows) * max(call.rows)
+    return rows * row_bytes(call)
 
 
 def travelling(call: Call) -> int:
     """Bytes that a rank receives (and sends) at most; an all-reduce is a scatter and a gather."""
-    width = call.k * call.item if call.op == GATHER else call.n * call.out_item
-    once = (sum(call.rows) - min(call.rows)) * width
+    once = (sum(call.rows) - min(call.rows)) * row_bytes(call)
     return 2 * once if call.op == SUM else once
+
+
+def row_bytes(call: Call) -> int:
+    """Of what travels."""
+    return call.k * call.item if call.op == GATHER else call.n * call.out_item
 
 
 def between(points: Points, size: float) -> float:

@@ -23,6 +23,7 @@ class RankFacts(NamedTuple):
         reaches: whether that GPU can write to another one's memory, for those that this process sees.
         missing: why this rank cannot take part; empty if it can.
         overlap: whether it may share its GPU with another rank.
+        carrier: what it uses to carry rows, and of which allocator its memory is.
     """
 
     host: str
@@ -30,6 +31,7 @@ class RankFacts(NamedTuple):
     reaches: Mapping[str, bool]
     missing: str = ""
     overlap: bool = False
+    carrier: str = ""
 
 
 def call_missing(
@@ -67,6 +69,12 @@ def ranks_missing(ranks: Sequence[RankFacts]) -> str | None:
     for rank, facts in enumerate(ranks):
         if facts.missing:
             return f"rank {rank} cannot: {facts.missing}"
+    for rank, facts in enumerate(ranks):
+        if facts.carrier != ranks[0].carrier:
+            return (
+                f"its ranks were told differently how to carry rows: {ranks[0].carrier} on rank 0, {facts.carrier} on "
+                f"rank {rank}"
+            )
     for rank, facts in enumerate(ranks):
         if facts.host != ranks[0].host:
             return f"its ranks are on several hosts (rank 0 on {ranks[0].host}, rank {rank} on {facts.host})"

@@ -38,14 +38,14 @@ def transfers(
     if reason is not None:
         raise BackendError(f"{request.source}: 'fused' was asked for, but {reason}; use 'auto'.")
     peers = group.world - 1
-    way = small.way_of(sum(rows) * asked.ns[0] * asked.out_dtype.itemsize, group.world)
-    if asked.op == "all_gather_matmul":
+    way = asked.way(rows)
+    if way is not None:
+        how = small.describe(way)
+    elif asked.op == "all_gather_matmul":
         how = (
             f"the copy engine pushes each shard to {peers} peers in chunks of rows; a tile of the {sum(rows)} rows "
             "waits for its chunks only"
         )
-    elif asked.op == "matmul_all_reduce" and way is not None:
-        how = small.describe(way)
     else:
         how = (
             f"rows of {peers} peers are computed first, and pushed by the copy engine peer by peer while the next are "

@@ -39,8 +39,12 @@ def fit(samples: Sequence[Sample], start: Machine) -> Machine:
         if slow:
             fused[op] = _fit_overlap(slow, replace(machine, apart=apart))
     machine = replace(machine, apart=apart, fused=fused)
-    quick = [s for s in samples if s.fused_us is not None and choice.is_quick(s.call, machine)]
-    return replace(machine, quick=_fit_quick(quick, machine)) if quick else machine
+    small = [s for s in samples if s.fused_us is not None and choice.is_quick(s.call, machine)]
+    quick = dict(machine.quick)
+    for op in choice.OPS:
+        if of_op := [s for s in small if s.call.op == op]:
+            quick[op] = _fit_quick(of_op, machine)
+    return replace(machine, quick=quick)
 
 
 def _fit_product(samples: Sequence[Sample], start: Machine) -> Machine:
@@ -76,12 +80,15 @@ def _fit_overlap(samples: Sequence[Sample], start: Machine) -> Overlap:
 
 
 def _fit_quick(samples: Sequence[Sample], start: Machine) -> Quick:
-    most = start.quick.most_bytes
+    op = samples[0].call.op
+    before = start.quick[op]
+    most = before.most_bytes
 
     def loss(values: Sequence[float]) -> float:
-        return sum(_fused_error(s, replace(start, quick=Quick(values[0], values[1], most))) for s in samples)
+        one = replace(start, quick={op: Quick(values[0], values[1], most)})
+        return sum(_fused_error(s, one) for s in samples)
 
-    us, gbps = _descend(loss, start.quick[:2] if start.quick.us > 0 else (10.0, 100.0))
+    us, gbps = _descend(loss, before[:2] if before.us > 0 else (10.0, 100.0))
     return Quick(us, gbps, most)
 
 

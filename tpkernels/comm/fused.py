@@ -3,14 +3,15 @@
 They take matrices whose rows are those of all ranks, shard after shard. A gathered or scattered dimension that is not
 the first is moved there and back, and every row of a shard stands for as many as the other dimensions have.
 
-A small all-reduce is a kernel of its own behind any product: :mod:`~tpkernels.comm.small`.
+Small calls are kernels of their own beside any product: :mod:`~tpkernels.comm.small`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -134,33 +135,64 @@ def matmul_all_reduce(
         return _reduced("sum", group, matrices, bs, bias, right, rows, total, out_dtype).reshape(shape)
 
 
-def all_reduce(
+def small_gather(group: Group, a_shard: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+    """All ranks' shards along ``dim``, in one kernel, for products behind it. Arguments are checked already."""
+    inner, k = _inner(a_shard.shape, dim), a_shard.shape[-1]
+    rows = [size * math.prod(inner) for size in sizes]
+    shard = _as_rows(a_shard, dim, rows[group.rank]).contiguous()
+    out = shard.new_empty(sum(rows), k)
+    _small("all_gather_matmul", small.GATHER, group, runtime.active.gather_small, [shard, out, rows])
+    return _from_rows(out, dim, sum(sizes), inner)
+
+
+def small_reduce_scatter(
+    group: Group,
+    partial: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    dim: int,
+    sizes: Sequence[int],
+) -> Tensor:
+    """This rank's rows of the sum over ranks of a small partial, plus bias and residual, in one kernel.
+
+    Partials are added as they are, in rank order in float32; one rounding. Arguments are checked already.
+    """
+    inner, n = _inner(partial.shape, dim), partial.shape[-1]
+    rows = [size * math.prod(inner) for size in sizes]
+    mine = _as_rows(partial, dim, sum(rows)).contiguous()
+    right = None if residual is None else _as_rows(residual, dim, rows[group.rank]).contiguous()
+    out = mine.new_empty(rows[group.rank], n)
+    terms = [mine, None if bias is None else bias.contiguous(), right, out, rows]
+    _small("matmul_reduce_scatter", small.SCATTER, group, runtime.active.scatter_small, terms)
+    return _from_rows(out, dim, sizes[group.rank], inner)
+
+
+def small_all_reduce(
     group: Group, partial: Tensor, bias: Tensor | None, residual: Tensor | None, way: str
 ) -> Tensor:
     """The sum over ranks of a small partial, plus bias and residual, in one kernel; ``way``: of :mod:`comm.small`.
 
-    Partials are added as they are, in rank order in float32; one rounding. Arguments are checked already.
+    Added and rounded as by :func:`small_reduce_scatter`.
     """
-    device, n, active = partial.device, partial.shape[-1], runtime.active
-    with Reported("matmul_all_reduce", group), active.on(device):
+    n = partial.shape[-1]
+    mine = partial.reshape(-1, n).contiguous()
+    right = None if residual is None else residual.reshape(-1, n).contiguous()
+    out = torch.empty_like(mine)
+    terms = [mine, None if bias is None else bias.contiguous(), right, out, way]
+    _small("matmul_all_reduce", way, group, runtime.active.reduce_small, terms)
+    return out.reshape(partial.shape)
+
+
+def _small(op: str, way: str, group: Group, call: Callable[..., None], given: list[Any]) -> None:
+    """``call`` with what is given and this rank's place among the others. The first of what is given is a tensor."""
+    device = given[0].device
+    with Reported(op, group), runtime.active.on(device):
         ranks.require(group, device)
         timeout = timeout_s(group, device)
         space = workspace.ensure(group, device, "small", small.WORKSPACE_BYTES)
-        mine = partial.reshape(-1, n).contiguous()
-        out = torch.empty_like(mine)
-        with _nvtx.phase("all_reduce", way), active.chained(device):
-            active.reduce_small(
-                mine,
-                None if bias is None else bias.contiguous(),
-                None if residual is None else residual.reshape(-1, n).contiguous(),
-                out,
-                way,
-                group.rank,
-                list(space.addresses),
-                space.size,
-                timeout,
-            )
-    return out.reshape(partial.shape)
+        name = op.removeprefix("matmul_").removesuffix("_matmul")
+        with _nvtx.phase(name, way), runtime.active.chained(device):
+            call(*given, group.rank, list(space.addresses), space.size, timeout)
 
 
 def _reduced(

@@ -1,7 +1,8 @@
 """Constants of the machines that were measured. The table is written by ``python -m bench fit-paths FILES --write``.
 
 Results of suite ``overlap`` that it was fitted to: bench/results/. H100: no fused operation was measured there since
-the kernels are as they are; those constants are of the H200, the others of the H100 itself.
+the kernels are as they are; those constants are of the H200, the others of the H100 itself. Small gathers and
+reduce-scatters were not measured anywhere yet: their constants (``quick``) are those of the small all-reduce.
 """
 
 from __future__ import annotations
@@ -39,7 +40,11 @@ MACHINES = (
             "matmul_reduce_scatter": Overlap(238.9, 0.001, 76.89, 0.001008),
             "matmul_all_reduce": Overlap(253.5, 0.3223, 99.13, 0.001),
         },
-        quick=Quick(7.585, 290.5, 8388608),
+        quick={
+            "all_gather_matmul": Quick(7.585, 290.5, 8388608),
+            "matmul_reduce_scatter": Quick(7.585, 290.5, 16777216),
+            "matmul_all_reduce": Quick(7.585, 290.5, 8388608),
+        },
     ),
     Machine(
         "NVIDIA H200", 2, tflops=772.6, memory_gbps=4269.0, launch_us=3.5,
@@ -63,7 +68,11 @@ MACHINES = (
             "matmul_reduce_scatter": Overlap(571.4, 0.5979, 10, 0.001),
             "matmul_all_reduce": Overlap(318, 0.1949, 80.97, 0.001),
         },
-        quick=Quick(4.978, 250.6, 8388608),
+        quick={
+            "all_gather_matmul": Quick(4.978, 250.6, 8388608),
+            "matmul_reduce_scatter": Quick(4.978, 250.6, 16777216),
+            "matmul_all_reduce": Quick(4.978, 250.6, 8388608),
+        },
     ),
     Machine(
         "NVIDIA H200", 4, tflops=772.6, memory_gbps=4245.0, launch_us=3.778,
@@ -87,6 +96,10 @@ MACHINES = (
             "matmul_reduce_scatter": Overlap(238.9, 0.001, 76.89, 0.001008),
             "matmul_all_reduce": Overlap(253.5, 0.3223, 99.13, 0.001),
         },
-        quick=Quick(7.585, 290.5, 8388608),
+        quick={
+            "all_gather_matmul": Quick(7.585, 290.5, 8388608),
+            "matmul_reduce_scatter": Quick(7.585, 290.5, 16777216),
+            "matmul_all_reduce": Quick(7.585, 290.5, 8388608),
+        },
     ),
 )

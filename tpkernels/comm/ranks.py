@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from typing import TypeVar
 
@@ -9,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from tpkernels.comm import conditions, runtime
+from tpkernels import _extensions
+from tpkernels.comm import conditions, nvshmem, runtime
 from tpkernels.errors import BackendError, GroupError
 from tpkernels.ops import _groups
 from tpkernels.ops._groups import Group
@@ -36,10 +38,19 @@ def known(group: Group, device: torch.device) -> tuple[bool, str | None]:
 
 def compare(group: Group, device: torch.device) -> str | None:
     """Why not all ranks can take part, if so; every rank comes to the same. Collective, and kept."""
-    reason = conditions.ranks_missing(exchange(group, runtime.active.facts(device)))
+    reason = conditions.ranks_missing(exchange(group, _facts(group, device)))
     _forget_destroyed()
     _missing[group.name, device] = weakref.ref(group.process_group), reason
     return reason
+
+
+def _facts(group: Group, device: torch.device) -> conditions.RankFacts:
+    facts = runtime.active.facts(device)
+    without = nvshmem.missing(os.environ, _extensions.why_not("_C_nvshmem"), runtime.active.alone(group))
+    carrier = (
+        f"{nvshmem.TRANSPORT}={nvshmem.transport(os.environ)} in memory of {nvshmem.backend(os.environ)}"
+    )
+    return facts._replace(missing=facts.missing or without or "", carrier=carrier)
 
 
 def require(group: Group, device: torch.device) -> None:

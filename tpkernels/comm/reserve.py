@@ -34,7 +34,8 @@ def reserve(
         k: longest rows that ``all_gather_matmul`` gathers (backward: those of ``matmul_reduce_scatter``'s result).
         n: longest rows of what ``matmul_reduce_scatter`` scatters (backward: those of ``all_gather_matmul``'s
             operand).
-        all_reduce_n: longest rows of what ``matmul_all_reduce`` sums. 0 for any of these reserves nothing of its kind.
+        all_reduce_n: longest rows of what ``matmul_all_reduce`` sums. 0 for any of these reserves nothing of its kind;
+            where one is not 0, calls of few rows have their memory too, all of them.
         dtype: the widest of operands that are gathered and of results that are scattered.
         device: this rank's GPU; None means the current one.
 
@@ -57,15 +58,15 @@ def reserve(
     if reason is not None:
         raise BackendError(f"reserve: it is for path 'fused', but {reason}.")
     sizes = {}
+    if max(k, n, all_reduce_n) > 0:  # any may have few rows
+        sizes["small"] = small.WORKSPACE_BYTES
     if k > 0:
         sizes["gather"] = workspace.gather_bytes(max_m, k, gathered.itemsize)
     shards = [-(-max_m // members.world)] * members.world
     if n > 0:
         sizes["scatter"] = workspace.scatter_bytes(shards, n, dtype.itemsize)
-    if all_reduce_n > 0:
-        sizes["small"] = small.WORKSPACE_BYTES
-        if max_m * all_reduce_n * dtype.itemsize > small.MOST_BYTES:
-            sizes["sum"] = workspace.sum_bytes(shards, all_reduce_n, dtype.itemsize)
+    if max_m * all_reduce_n * dtype.itemsize > small.MOST_BYTES["matmul_all_reduce"]:
+        sizes["sum"] = workspace.sum_bytes(shards, all_reduce_n, dtype.itemsize)
     with runtime.active.on(place):
         ranks.require(members, place)
         workspace.reserve(members, place, sizes)

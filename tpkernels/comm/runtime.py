@@ -102,6 +102,12 @@ class Runtime:
     def reduce_small(self, *args: Any) -> None:
         torch.ops.tpkernels.fused_all_reduce(*args)
 
+    def gather_small(self, *args: Any) -> None:
+        torch.ops.tpkernels.fused_all_gather(*args)
+
+    def scatter_small(self, *args: Any) -> None:
+        torch.ops.tpkernels.fused_reduce_scatter(*args)
+
     def fault(self) -> str:
         """What a stopped launch has left, in words; host memory, so it can be read when CUDA is lost."""
         if not _extensions.is_loaded("_C_sm90a"):

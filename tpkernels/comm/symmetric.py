@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tpkernels.comm import nvshmem
 from tpkernels.errors import ArgumentError, BackendError
 from tpkernels.ops._groups import Group
 
@@ -50,12 +51,15 @@ def map_ranks(memory: Tensor, group: Group, name: str, most: int) -> Mapping:
     group is gone and another one has the name. ``most``: the largest :func:`mapped` of the ranks.
     """
     symm_mem = _module(memory.device)
-    c10d: Any = vars(dist.distributed_c10d)
-    while _mapped < most:
-        _map_alone(symm_mem, memory.device, f"{name}, {_mapped}")
-    store: Any = vars(dist)["PrefixStore"](name, c10d["_get_process_group_store"](group.process_group))
-    handle = _rendezvous(symm_mem, memory, name, group.process_group, group.rank, group.world, store)
-    bases = [int(base) for base in handle.buffer_ptrs]
+    if backend_name() == "NVSHMEM":
+        handle, bases = _map_job(symm_mem, memory, group)
+    else:
+        c10d: Any = vars(dist.distributed_c10d)
+        while _mapped < most:
+            _map_alone(symm_mem, memory.device, f"{name}, {_mapped}")
+        store: Any = vars(dist)["PrefixStore"](name, c10d["_get_process_group_store"](group.process_group))
+        handle = _rendezvous(symm_mem, memory, name, group.process_group, group.rank, group.world, store)
+        bases = [int(base) for base in handle.buffer_ptrs]
     unreachable = [rank for rank, base in enumerate(bases) if base == 0]
     if unreachable:
         raise BackendError(f"memory of ranks {unreachable} cannot be mapped into rank {group.rank}.")
@@ -65,6 +69,8 @@ def map_ranks(memory: Tensor, group: Group, name: str, most: int) -> Mapping:
             f"symmetric memory of group {group.name!r} begins {offset} bytes behind what was mapped; this version of "
             "torch is not known to tpkernels."
         )
+    if nvshmem.transport(os.environ) == "nvshmem":
+        nvshmem.connect(bases, nvshmem.world_ranks(group), group.rank, memory.numel())
     return Mapping(tuple(bases), handle)
 
 
@@ -85,6 +91,17 @@ def _map_alone(symm_mem: Any, device: torch.device, name: str) -> None:
     _rendezvous(symm_mem, memory, name, alone, 0, 1, store)
 
 
+def _map_job(symm_mem: Any, memory: Tensor, group: Group) -> tuple[Any, list[int]]:
+    """With NVSHMEM: under the name of the default group, whose ranks the group has in any order.
+
+    A name of its own would cost a team of NVSHMEM, which has few, and memory for torch's signals that is never freed.
+    """
+    everyone: Any = dist.group.WORLD
+    handle = vars(symm_mem)["_SymmetricMemory"].rendezvous(memory, everyone.group_name)
+    bases = [int(base) for base in handle.buffer_ptrs]
+    return handle, [bases[rank] for rank in nvshmem.world_ranks(group)]
+
+
 def _rendezvous(
     symm_mem: Any, memory: Tensor, name: str, process_group: Any, rank: int, world: int, store: Any
 ) -> Any:
@@ -98,8 +115,8 @@ def _rendezvous(
 
 
 def backend_name() -> str:
-    """Backend of symmetric memory that TPK_SYMMETRIC_BACKEND asks for."""
-    name = os.environ.get("TPK_SYMMETRIC_BACKEND") or "CUDA"
+    """Backend of symmetric memory that the environment asks for."""
+    name = nvshmem.backend(os.environ)
     if name not in BACKENDS:
         raise ArgumentError(f"TPK_SYMMETRIC_BACKEND: expected one of {', '.join(BACKENDS)}, got {name!r}.")
     return name
@@ -107,9 +124,12 @@ def backend_name() -> str:
 
 def _module(device: torch.device) -> Any:
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"  # read at the first allocation
+    wanted = backend_name()
+    if wanted == "NVSHMEM":
+        nvshmem.prepare(os.environ)
     import torch.distributed._symmetric_memory as symm_mem
 
-    _select(symm_mem, backend_name(), device)
+    _select(symm_mem, wanted, device)
     return symm_mem
 
 

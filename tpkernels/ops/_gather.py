@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from tpkernels.comm import auto, fused
 from tpkernels.comm.auto import Asked
+from tpkernels.comm.faults import Reported
 from tpkernels.ops import _agreement, _checks, _collectives, _groups, _paths
 from tpkernels.ops._groups import Group
 from tpkernels.ops._matmul import weight_grad
@@ -56,7 +58,8 @@ def _plan_gather(
         request, transport, group.name, group.world, a_shard.device.type, a_shard.dtype, dtype
     )
     choice = _paths.choose_gemm(request, a_shard.device.type, a_shard.dtype)
-    return Plan(group, dim, rows, dtype, transport, choice, by_weight, request.open)
+    small = _paths.choose_beside(request, a_shard.device.type, a_shard.dtype)
+    return Plan(group, dim, rows, dtype, transport, choice, by_weight, request.open, small)
 
 
 def _asked(a_shard: Tensor, bs: Sequence[Tensor], plan: Plan) -> tuple[Asked, list[int]]:
@@ -65,6 +68,20 @@ def _asked(a_shard: Tensor, bs: Sequence[Tensor], plan: Plan) -> tuple[Asked, li
     others = math.prod(n for d, n in enumerate(a_shard.shape[:-1]) if d != plan.dim)
     asked = Asked("all_gather_matmul", (a_shard.shape[-1],), ns, a_shard.dtype, plan.out_dtype)
     return asked, [size * others for size in plan.sizes]
+
+
+def _settled(a_shard: Tensor, bs: Sequence[Tensor], plan: Plan) -> Plan:
+    """The plan that path "auto" comes to, and that of a small gather."""
+    asked, rows = _asked(a_shard, bs, plan)
+    if plan.open:
+        transport, choice = _paths.choose_fused(
+            asked, rows, plan.group, a_shard.device, plan.transport, plan.choice
+        )
+        plan = plan._replace(transport=transport, choice=choice)
+    way = asked.way(rows) if plan.transport == _paths.FUSED else None
+    if way is None:
+        return plan
+    return plan._replace(choice=_paths.beside(plan.choice, plan.small, plan.open), way=way)
 
 
 def _gathered_shape(a_shard: Tensor, dim: int, sizes: Sequence[int]) -> list[int]:
@@ -110,14 +127,11 @@ def _all_gather_matmul(
         }
 
     plan = _agreement.validated("all_gather_matmul", group, a_shard, validate, facts)
-    if plan.open:
-        asked, rows = _asked(a_shard, bs, plan)
-        transport, choice = _paths.choose_fused(
-            asked, rows, group, a_shard.device, plan.transport, plan.choice
-        )
-        plan = plan._replace(transport=transport, choice=choice)
+    plan = _settled(a_shard, bs, plan)
     want_gathered = return_gathered or save_gathered
-    if plan.transport == _paths.FUSED:
+    if plan.way is not None:
+        gathered = fused.small_gather(group, a_shard, plan.dim, plan.sizes)
+    elif plan.transport == _paths.FUSED:
         made = fused.all_gather_matmul(
             group,
             a_shard,
@@ -137,7 +151,8 @@ def _all_gather_matmul(
         plan = plan._replace(transport="none")
     else:
         gathered = _collectives.all_gather(a_shard, plan.dim, plan.sizes, group)
-    out = run_products("all_gather_matmul", plan, gathered, bs, activation, return_preact)
+    with Reported("all_gather_matmul", group) if plan.way is not None else nullcontext():
+        out = run_products("all_gather_matmul", plan, gathered, bs, activation, return_preact)
     return [*out, gathered] if want_gathered else out
 
 

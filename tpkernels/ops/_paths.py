@@ -2,7 +2,7 @@
 
 A path is ``transport+gemm``. ``transport`` carries data between ranks ("nccl", "gloo"; "none" for a local
 product; "fused" for rows that travel while "streamk" multiplies, see :mod:`tpkernels.comm`), ``gemm`` multiplies.
-For a small all-reduce "fused" is a kernel behind the product, which is made as on path "auto".
+For few rows "fused" is a kernel beside the product, which is made as on path "auto".
 
 ========  ======  =====================================================================
 gemm      device  what it is
@@ -84,7 +84,7 @@ class PathRecord:
     def path(self) -> str:
         """The path in the form that the ``path`` argument takes, such as ``"nccl+streamk"``.
 
-        But ``"fused+cublas"`` (a small all-reduce behind cuBLAS) is asked for as ``"fused"``.
+        But ``"fused+cublas"`` (few rows: a kernel beside cuBLAS) is asked for as ``"fused"``.
         """
         parts = [part for part in (self.transport, self.gemm) if part != "none"]
         return "+".join(parts) or "none"
@@ -237,9 +237,14 @@ def choose_gemm(request: Request, device_type: str, dtype: torch.dtype) -> Choic
     return Choice(library, f"{library} is faster here than the portable Stream-K kernel")
 
 
-def choose_behind(request: Request, device_type: str, dtype: torch.dtype) -> Choice:
-    """Who multiplies in front of a small all-reduce on path "fused": unless named, as on path "auto"."""
+def choose_beside(request: Request, device_type: str, dtype: torch.dtype) -> Choice:
+    """Who multiplies beside the kernel of a small call on path "fused": unless named, as on path "auto"."""
     return choose_gemm(request if request.named else Request(None, None), device_type, dtype)
+
+
+def beside(choice: Choice, product: Choice | None, is_open: bool) -> Choice:
+    """The product of a small call: that of :func:`choose_beside`; path "auto" tells why it is fused."""
+    return choice if product is None else Choice(product.gemm, choice.why if is_open else product.why)
 
 
 def streamk_missing(device_type: str, dtype: torch.dtype) -> str | None:

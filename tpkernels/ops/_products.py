@@ -15,7 +15,10 @@ from tpkernels.ops._matmul import preact_grad, product, sum_rows
 
 
 class Plan(NamedTuple):
-    """A checked call; ``dim`` and ``sizes`` describe the gather, where there is one; ``open``: path is "auto"."""
+    """A checked call; ``dim`` and ``sizes`` describe the gather, where there is one; ``open``: path is "auto".
+
+    small: the products behind a small gather, if that is fused; ``way``: of :mod:`comm.small`, where it is one.
+    """
 
     group: Group
     dim: int
@@ -25,6 +28,8 @@ class Plan(NamedTuple):
     choice: _paths.Choice
     biases: list[Tensor | None]
     open: bool = False
+    small: _paths.Choice | None = None
+    way: str | None = None
 
 
 def validate_products(
@@ -71,6 +76,7 @@ def run_products(
 def note_products(op: str, plan: Plan, a: Tensor, bs: Sequence[Tensor], rows: int | None = None) -> None:
     """Record what ran; ``rows``: of the products, where they are not those of ``a``."""
     detail = ", ".join(_gemm.describe(a, b, rows=rows) for b in bs)
+    detail += f"; {plan.way}" if plan.way is not None else ""
     transport = plan.transport if plan.group.world > 1 else "none"
     _paths.record(op, transport, plan.choice.gemm, detail, plan.choice.why)
 

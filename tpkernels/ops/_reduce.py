@@ -24,8 +24,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tpkernels.comm import auto, fused, small
+from tpkernels.comm import auto, fused
 from tpkernels.comm.auto import Asked
+from tpkernels.comm.faults import Reported
 from tpkernels.errors import ArgumentError, ShapeError
 from tpkernels.ops import _agreement, _checks, _collectives, _gemm, _groups, _paths
 from tpkernels.ops._groups import Group
@@ -43,7 +44,8 @@ class _Plan(NamedTuple):
     transport: str
     choice: _paths.Choice
     open: bool  # path is "auto"
-    small: _paths.Choice  # the product in front of a small all-reduce, if that is fused
+    small: _paths.Choice  # the product in front of a small sum, if that is fused
+    way: str | None = None  # of comm.small, by which that goes
 
 
 def _plan(
@@ -85,8 +87,8 @@ def _plan(
         request, transport, group.name, group.world, a.device.type, a.dtype, dtype
     )
     choice = _paths.choose_gemm(request, a.device.type, a.dtype)
-    behind = _paths.choose_behind(request, a.device.type, a.dtype)
-    return _Plan(group, dim, sizes, shape, dtype, transport, choice, request.open, behind)
+    small = _paths.choose_beside(request, a.device.type, a.dtype)
+    return _Plan(group, dim, sizes, shape, dtype, transport, choice, request.open, small)
 
 
 def _asked(op: str, as_: Sequence[Tensor], bs: Sequence[Tensor], plan: _Plan) -> tuple[Asked, list[int]]:
@@ -98,26 +100,18 @@ def _asked(op: str, as_: Sequence[Tensor], bs: Sequence[Tensor], plan: _Plan) ->
     return asked, [size * others for size in plan.sizes]
 
 
-def _may_fuse(op: str, plan: _Plan, as_: Sequence[Tensor], bs: Sequence[Tensor]) -> _Plan:
-    """The plan that path "auto" comes to."""
-    if not plan.open:
-        return plan
+def _settled(op: str, plan: _Plan, as_: Sequence[Tensor], bs: Sequence[Tensor]) -> _Plan:
+    """The plan that path "auto" comes to, and that of a small sum."""
     asked, rows = _asked(op, as_, bs, plan)
-    transport, choice = _paths.choose_fused(
-        asked, rows, plan.group, as_[0].device, plan.transport, plan.choice
-    )
-    return plan._replace(transport=transport, choice=choice)
-
-
-def _small(plan: _Plan) -> tuple[_Plan, str | None]:
-    """The plan of an all-reduce, and by which way of :mod:`comm.small` its product is summed, if by one."""
-    if plan.transport != _paths.FUSED:
-        return plan, None
-    way = small.way_of(math.prod(plan.shape) * plan.out_dtype.itemsize, plan.group.world)
+    if plan.open:
+        transport, choice = _paths.choose_fused(
+            asked, rows, plan.group, as_[0].device, plan.transport, plan.choice
+        )
+        plan = plan._replace(transport=transport, choice=choice)
+    way = asked.way(rows) if plan.transport == _paths.FUSED else None
     if way is None:
-        return plan, None
-    why = plan.choice.why if plan.open else plan.small.why
-    return plan._replace(choice=_paths.Choice(plan.small.gemm, why)), way
+        return plan
+    return plan._replace(choice=_paths.beside(plan.choice, plan.small, plan.open), way=way)
 
 
 def _own_shape(plan: _Plan) -> list[int]:
@@ -136,10 +130,10 @@ def _partial(plan: _Plan, as_: Sequence[Tensor], bs: Sequence[Tensor]) -> Tensor
     return total
 
 
-def _note(op: str, plan: _Plan, as_: Sequence[Tensor], bs: Sequence[Tensor], way: str | None = None) -> None:
+def _note(op: str, plan: _Plan, as_: Sequence[Tensor], bs: Sequence[Tensor]) -> None:
     detail = ", ".join(_gemm.describe(a, b) for a, b in zip(as_, bs, strict=True))
-    if way is not None:
-        detail += f"; {way}"
+    if plan.way is not None:
+        detail += f"; {plan.way}"
     transport = plan.transport if plan.group.world > 1 else "none"
     _paths.record(op, transport, plan.choice.gemm, detail, plan.choice.why)
 
@@ -194,8 +188,12 @@ def _matmul_reduce_scatter(
             "shard_sizes (or those that None stands for)": plan.sizes,
         },
     )
-    plan = _may_fuse("matmul_reduce_scatter", plan, a, b)
-    if plan.transport == _paths.FUSED:
+    plan = _settled("matmul_reduce_scatter", plan, a, b)
+    if plan.way is not None:
+        with Reported("matmul_reduce_scatter", group):
+            partial = _partial(plan, a, b).to(plan.out_dtype)
+            out = fused.small_reduce_scatter(group, partial, bias, residual, plan.dim, plan.sizes)
+    elif plan.transport == _paths.FUSED:
         out = fused.matmul_reduce_scatter(
             group, a, b, bias, residual, plan.dim, plan.sizes, out_dtype=plan.out_dtype
         )
@@ -247,17 +245,18 @@ def _matmul_all_reduce(
         validate,
         lambda plan: _facts("matmul_all_reduce", a, b, plan, bias, residual),
     )
-    plan, way = _small(_may_fuse("matmul_all_reduce", plan, a, b))
-    if way is not None:
-        partial = _partial(plan, a, b).to(plan.out_dtype)
-        out = fused.all_reduce(group, partial, bias, residual, way)
+    plan = _settled("matmul_all_reduce", plan, a, b)
+    if plan.way is not None:
+        with Reported("matmul_all_reduce", group):
+            partial = _partial(plan, a, b).to(plan.out_dtype)
+            out = fused.small_all_reduce(group, partial, bias, residual, plan.way)
     elif plan.transport == _paths.FUSED:
         out = fused.matmul_all_reduce(group, a, b, bias, residual, out_dtype=plan.out_dtype)
     else:
         out = _collectives.all_reduce_sum(
             _partial(plan, a, b), group, plan.out_dtype, bias=bias, residual=residual
         )
-    _note("matmul_all_reduce", plan, a, b, way)
+    _note("matmul_all_reduce", plan, a, b)
     return out
 
 

@@ -123,16 +123,17 @@ def explain(op: str, a: Any, b: Any, group: _groups.GroupLike = None, **options:
             choice = _paths.Choice("streamk" if decision.fused else choice.gemm, decision.why)
         if request.transport == _paths.FUSED or (decision is not None and decision.fused):
             transport = _paths.FUSED
-            if op == "matmul_all_reduce":
-                way = small.way_of(out.numel() * out.element_size(), members.world)
+            if op in described.OPS:
+                way = asked.way(rows)
         else:
             _paths.check_transport(request, transport, members.name)
         prefix = f"{transport}+"
-        wire = _wire_bytes(op, operand, out, members, options, padded=transport != _paths.FUSED)
+        wire = _wire_bytes(op, operand, out, members, options, padded=transport not in ("nccl", _paths.FUSED))
         if way is not None:
-            behind = _paths.choose_behind(request, device, operand.dtype)
-            choice = behind if decision is None else choice._replace(gemm=behind.gemm)
-            wire = small.wire_bytes(way, out.numel() * out.element_size(), members.world)
+            beside = _paths.choose_beside(request, device, operand.dtype)
+            choice = _paths.beside(choice, beside, request.open)
+            if op == "matmul_all_reduce":
+                wire = small.wire_bytes(way, out.numel() * out.element_size(), members.world)
     name = prefix + choice.gemm
     sizes = _gemm.describe(whole, weight, gated=options.get("gate") is not None)
     sizes += f"; {way}" if way is not None else ""
@@ -215,9 +216,10 @@ def _wire_bytes(
     size = out.numel() * out.element_size()
     if op == "matmul_reduce_scatter" or size <= _collectives.ONE_SHOT_BYTES:
         return others * size
-    rows = _groups.shard_sizes(math.prod(out.shape[:-1]), members.world)
-    row_bytes = out.shape[-1] * out.element_size()
-    return others * (rows[members.rank] + max(rows)) * row_bytes
+    blocks = _collectives.block_sizes(out.numel(), members.world)
+    mine = blocks[members.rank]
+    gathered: int = others * max(blocks) if padded else sum(blocks) - mine
+    return (others * mine + gathered) * out.element_size()
 
 
 def _product(whole: Tensor, weight: Tensor, follows: tuple[bool, bool]) -> _plans.Product:

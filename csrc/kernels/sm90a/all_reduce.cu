@@ -1,4 +1,5 @@
-// The sum over ranks of a small partial: see host/all_reduce.hpp for who stores what where, and who waits.
+// Small all-reduces, gathers and reduce-scatters: see host/all_reduce.hpp for who stores what where, and who
+// waits.
 // Here is how a CTA moves its units of 16 bytes. Peers' memory is written, never read: a store over the link
 // needs no answer.
 //
@@ -9,9 +10,7 @@
 // over peers and units are not unrolled, and what is rare is called.
 #include "kernels/sm90a/all_reduce.hpp"
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
+#include "kernels/sm90a/all_reduce_units.cuh"
 #include "kernels/sm90a/fault.cuh"
 #include "kernels/sm90a/ptx.cuh"
 
@@ -19,7 +18,6 @@ namespace tpk::sm90a {
 namespace {
 
 using all_reduce::Call;
-using all_reduce::kUnitBytes;
 using all_reduce::Slice;
 using all_reduce::Way;
 using all_reduce::Word;
@@ -27,79 +25,8 @@ using all_reduce::Word;
 constexpr int kBatch = 4;  // loads of a thread that are under way at once
 static_assert(all_reduce::kMaxRanks < kAllReduceThreads, "Each peer has a thread, and one is left.");
 
-__device__ __forceinline__ float to_float(float x) { return x; }
-__device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
-__device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
-template <class T>
-__device__ __forceinline__ T rounded(float x) {
-  if constexpr (std::is_same_v<T, float>) {
-    return x;
-  } else if constexpr (std::is_same_v<T, __half>) {
-    return __float2half_rn(x);
-  } else {
-    return __float2bfloat16_rn(x);
-  }
-}
-
-// Packets: in each 64 bits 4 bytes of data, and the epoch above them. Such a word is never torn.
-__device__ __forceinline__ void store_packets(char* to, const uint4& data, uint32_t epoch) {
-  const uint64_t above = uint64_t{epoch} << 32;
-  asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(to), "l"(above | data.x),
-               "l"(above | data.y)
-               : "memory");
-  asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(to + 16), "l"(above | data.z),
-               "l"(above | data.w)
-               : "memory");
-}
-struct Packets {
-  uint64_t words[4];
-
-  __device__ __forceinline__ uint4 data() const {
-    return make_uint4(static_cast<uint32_t>(words[0]), static_cast<uint32_t>(words[1]),
-                      static_cast<uint32_t>(words[2]), static_cast<uint32_t>(words[3]));
-  }
-  __device__ __forceinline__ bool have(uint32_t epoch) const {
-    return words[0] >> 32 == epoch && words[1] >> 32 == epoch && words[2] >> 32 == epoch &&
-           words[3] >> 32 == epoch;
-  }
-};
-__device__ __forceinline__ Packets load_packets(const char* from) {
-  Packets p;
-  asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];"
-               : "=l"(p.words[0]), "=l"(p.words[1])
-               : "l"(from)
-               : "memory");
-  asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];"
-               : "=l"(p.words[2]), "=l"(p.words[3])
-               : "l"(from + 16)
-               : "memory");
-  return p;
-}
-
-// The first `count` elements of a unit, one by one; the others are 0.
-template <class T>
-__device__ __noinline__ uint4 load_elements(const T* from, int count) {
-  union {
-    uint4 raw;
-    T at[kUnitBytes / sizeof(T)];
-  } unit{make_uint4(0, 0, 0, 0)};
-#pragma unroll
-  for (int j = 0; j < static_cast<int>(kUnitBytes / sizeof(T)); ++j) {
-    if (j < count) unit.at[j] = from[j];
-  }
-  return unit.raw;
-}
-template <class T>
-__device__ __noinline__ void store_elements(T* to, uint4 data, int count) {
-  const T* const from = reinterpret_cast<const T*>(&data);
-#pragma unroll
-  for (int j = 0; j < static_cast<int>(kUnitBytes / sizeof(T)); ++j) {
-    if (j < count) to[j] = from[j];
-  }
-}
-
 // What host/all_reduce.hpp runs on: a CTA of this kernel.
-template <class T>
+template <Way kWay, class T>
 class Cta {
  public:
   __device__ explicit Cta(const AllReduceParams& params) : p(params), c(params.call) {}
@@ -131,63 +58,68 @@ class Cta {
   // ---- What moves. Loads of what peers stored go around L1, which knows of no peers.
 
   __device__ void send(Slice s, uint32_t parity) const {
+    const Rows from = own(p.partial);
     batches(s, [&](const Batch& batch) {
       uint4 data[kBatch];
-      load_partial(data, batch);
-      others([&](int peer) { put(c.slot(peer, parity, c.rank), data, batch); });
+      load(data, from, batch);
+      others([&](int peer) { put(slot(peer, parity, c.rank, c.rank), data, batch); });
     });
   }
-  __device__ void send_to(int owner, Slice s, int begin, uint32_t parity) const {
-    char* const base = c.slot(owner, parity, c.rank) - int64_t{begin} * kUnitBytes;
+  __device__ void send_to(int owner, Slice s, uint32_t parity) const {
+    const Rows from = all(p.partial, owner);
+    char* const to = slot(owner, parity, c.rank, owner);
     batches(s, [&](const Batch& batch) {
       uint4 data[kBatch];
-      load_partial(data, batch);
-      put(base, data, batch);
+      load(data, from, batch);
+      put(to, data, batch);
     });
   }
-  __device__ void sum(Slice s, int begin, uint32_t parity, bool publish) const {
+  __device__ void sum(Slice s, uint32_t parity, bool publish) const {
+    const Rows partial = all(p.partial, c.rank);
+    const Rows out = own(p.out);
     for_units(s, [&](int i) {
       const uint4 result = sum_unit(i, [&](uint4(&data)[kBatch], int first) {
 #pragma unroll
         for (int b = 0; b < kBatch; ++b) {
           const int r = first + b;
           if (r == c.rank) {
-            data[b] = load(p.partial, i);
+            data[b] = load(partial, i);
           } else if (r < c.world) {
-            data[b] = __ldcg(at(c.slot(c.rank, parity, r), i - begin));
+            data[b] = __ldcg(at(slot(c.rank, parity, r, c.rank), i));
           }
         }
       });
-      store(i, result);
+      store(out, i, result);
       if (publish) others([&](int peer) { *at(c.sums(peer, parity), i) = result; });
     });
   }
-  __device__ void collect(Slice s, uint32_t parity) const {
-    char* const sums = c.sums(c.rank, parity);
+  __device__ void collect(Slice s, uint32_t parity) const { copy(s, c.sums(c.rank, parity), own(p.out)); }
+  __device__ void keep(Slice s) const {
+    const Rows from = own(p.partial);
+    const Rows to = all(p.out, c.rank);
     batches(s, [&](const Batch& batch) {
       uint4 data[kBatch];
-#pragma unroll
-      for (int b = 0; b < kBatch; ++b) {
-        if (batch.has(b)) data[b] = __ldcg(at(sums, batch.unit(b)));
-      }
-#pragma unroll
-      for (int b = 0; b < kBatch; ++b) {
-        if (batch.has(b)) store(batch.unit(b), data[b]);
-      }
+      load(data, from, batch);
+      store(to, data, batch);
     });
   }
+  __device__ void take(int sender, Slice s, uint32_t parity) const {
+    copy(s, slot(c.rank, parity, sender, sender), all(p.out, sender));
+  }
   __device__ void send_packets(Slice s, uint32_t parity, uint32_t epoch) const {
+    const Rows from = own(p.partial);
     for_units(s, [&](int i) {
-      const uint4 data = load(p.partial, i);
+      const uint4 data = load(from, i);
       others([&](int peer) { store_packets(packets(peer, parity, c.rank, i), data, epoch); });
     });
   }
   __device__ bool sum_packets(Slice s, uint32_t parity, uint32_t epoch) const {
+    const Rows out = own(p.out);
     for_units(s, [&](int i) {
       const auto receive = [&](uint4(&data)[kBatch], int first) {
         this->receive(data, first, i, parity, epoch);
       };
-      store(i, sum_unit(i, receive));
+      store(out, i, sum_unit(i, receive));
     });
     return true;
   }
@@ -197,6 +129,12 @@ class Cta {
   const AllReduceParams& p;
   const Call& c;
 
+  // Rows of a tensor: unit i has its elements from begin + i * kCount on, as far as they lie before end.
+  // Units may end inside, and rows begin at any element.
+  struct Rows {
+    T* begin;
+    int end;  // from begin
+  };
   // Some units of a thread.
   struct Batch {
     int first;
@@ -226,35 +164,70 @@ class Cta {
     return c.packets(owner, parity, sender) + int64_t{unit} * 2 * kUnitBytes;
   }
 
-  __device__ void load_partial(uint4 (&data)[kBatch], const Batch& batch) const {
-#pragma unroll
-    for (int b = 0; b < kBatch; ++b) {
-      if (batch.has(b)) data[b] = load(p.partial, batch.unit(b));
-    }
-  }
   __device__ void put(char* base, const uint4 (&data)[kBatch], const Batch& batch) const {
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) {
       if (batch.has(b)) *at(base, batch.unit(b)) = data[b];
     }
   }
-
-  // Units of tensors, which may end inside one, or begin at any element.
-  __device__ uint4 load(const void* tensor, int unit) const {
-    const T* const from = static_cast<const T*>(tensor) + unit * kCount;
-    if (whole(from, unit)) return *reinterpret_cast<const uint4*>(from);
-    return load_elements(from, p.elements - unit * kCount);
+  // What peers stored, to a tensor.
+  __device__ void copy(Slice s, char* base, const Rows& to) const {
+    batches(s, [&](const Batch& batch) {
+      uint4 data[kBatch];
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) {
+        if (batch.has(b)) data[b] = __ldcg(at(base, batch.unit(b)));
+      }
+      store(to, data, batch);
+    });
   }
-  __device__ void store(int unit, const uint4& data) const {
-    T* const to = static_cast<T*>(p.out) + unit * kCount;
-    if (whole(to, unit)) {
+  // Where unit i of the block of rank `block` lies: at(slot(...), i).
+  __device__ char* slot(int owner, uint32_t parity, int sender, int block) const {
+    return c.slot(owner, parity, sender) - int64_t{c.begin(block)} * kUnitBytes;
+  }
+
+  // Of a tensor of all ranks' shards, those of one rank; without shards: everything.
+  __device__ Rows all(const void* tensor, int rank) const {
+    T* const begin = static_cast<T*>(const_cast<void*>(tensor));
+    if constexpr (!all_reduce::has_shards(kWay)) return {begin, p.elements};
+    const int ahead = p.firsts[rank] - c.begin(rank) * kCount;
+    return {begin + ahead, p.firsts[rank + 1] - ahead};
+  }
+  // Of a tensor of the own shard; without shards: everything.
+  __device__ Rows own(const void* tensor) const {
+    T* const begin = static_cast<T*>(const_cast<void*>(tensor));
+    if constexpr (!all_reduce::has_shards(kWay)) return {begin, p.elements};
+    const int behind = c.begin(c.rank) * kCount;
+    return {begin - behind, p.firsts[c.rank + 1] - p.firsts[c.rank] + behind};
+  }
+  __device__ uint4 load(const Rows& rows, int unit) const {
+    const T* const from = rows.begin + unit * kCount;
+    if (whole(rows, unit)) return *reinterpret_cast<const uint4*>(from);
+    return load_elements(from, rows.end - unit * kCount);
+  }
+  __device__ void store(const Rows& rows, int unit, const uint4& data) const {
+    T* const to = rows.begin + unit * kCount;
+    if (whole(rows, unit)) {
       *reinterpret_cast<uint4*>(to) = data;
     } else {
-      store_elements(to, data, p.elements - unit * kCount);
+      store_elements(to, data, rows.end - unit * kCount);
     }
   }
-  __device__ bool whole(const T* at, int unit) const {
-    return (unit + 1) * kCount <= p.elements && reinterpret_cast<uintptr_t>(at) % kUnitBytes == 0;
+  __device__ bool whole(const Rows& rows, int unit) const {
+    const auto address = reinterpret_cast<uintptr_t>(rows.begin + unit * kCount);
+    return (unit + 1) * kCount <= rows.end && address % kUnitBytes == 0;
+  }
+  __device__ void load(uint4 (&data)[kBatch], const Rows& rows, const Batch& batch) const {
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) {
+      if (batch.has(b)) data[b] = load(rows, batch.unit(b));
+    }
+  }
+  __device__ void store(const Rows& rows, const uint4 (&data)[kBatch], const Batch& batch) const {
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) {
+      if (batch.has(b)) store(rows, batch.unit(b), data[b]);
+    }
   }
 
   // get(data, r): unit i of ranks r and those behind.
@@ -273,7 +246,7 @@ class Cta {
       }
     }
     if (p.bias != nullptr) add_bias(sum, i);
-    if (p.residual != nullptr) add(sum, load(p.residual, i));
+    if (p.residual != nullptr) add(sum, load(own(p.residual), i));
     uint4 result;
     T* const to = reinterpret_cast<T*>(&result);
 #pragma unroll
@@ -286,7 +259,8 @@ class Cta {
     for (int j = 0; j < kCount; ++j) sum[j] += to_float(from[j]);
   }
   __device__ void add_bias(float (&sum)[kCount], int unit) const {
-    int column = unit * kCount % p.n;
+    // A shard has whole rows.
+    int column = (unit - (all_reduce::has_shards(kWay) ? c.begin(c.rank) : 0)) * kCount % p.n;
 #pragma unroll
     for (int j = 0; j < kCount; ++j) {
       sum[j] += bias(column);
@@ -311,7 +285,7 @@ class Cta {
       for (int b = 0; b < kBatch; ++b) {
         const int r = first + b;
         if (r == c.rank) {
-          data[b] = load(p.partial, i);
+          data[b] = load(own(p.partial), i);
         } else if (r < c.world) {
           const Packets got = load_packets(packets(c.rank, parity, r, i));
           data[b] = got.data();
@@ -339,7 +313,7 @@ template <Way kWay, class T>
 __global__ void __launch_bounds__(kAllReduceThreads, 1)
     all_reduce_kernel(const __grid_constant__ AllReduceParams p) {
   wait_for_earlier_kernels();  // the product, and the call before
-  Cta<T> cta(p);
+  Cta<kWay, T> cta(p);
   all_reduce::run<kWay>(cta, p.call);
 }
 
@@ -354,7 +328,9 @@ const void* function_of(ScalarKind kind) {
 
 const void* all_reduce_function(Way way, ScalarKind kind) {
   if (way == Way::kPackets) return function_of<Way::kPackets>(kind);
-  return way == Way::kOneShot ? function_of<Way::kOneShot>(kind) : function_of<Way::kTwoShot>(kind);
+  if (way == Way::kOneShot) return function_of<Way::kOneShot>(kind);
+  if (way == Way::kTwoShot) return function_of<Way::kTwoShot>(kind);
+  return way == Way::kGather ? function_of<Way::kGather>(kind) : function_of<Way::kScatter>(kind);
 }
 
 }  // namespace tpk::sm90a

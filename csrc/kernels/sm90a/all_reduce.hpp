@@ -9,14 +9,16 @@
 
 namespace tpk::sm90a {
 
-// All tensors contiguous: partial, out and residual [rows, n], of one dtype; bias [n].
+// All tensors contiguous: partial, out and residual [rows, n], of one dtype; bias [n]. A scatter's out and
+// residual have the rows of the own shard; so has what a gather takes for the partial.
 struct AllReduceParams {
   all_reduce::Call call;
   const void* partial = nullptr;
-  const void* residual = nullptr;  // or null
-  const void* bias = nullptr;      // or null
-  void* out = nullptr;             // may be partial
-  int32_t elements = 0;
+  const void* residual = nullptr;               // or null
+  const void* bias = nullptr;                   // or null
+  void* out = nullptr;                          // may be partial
+  int32_t elements = 0;                         // of the partial and result of an all-reduce
+  int32_t firsts[all_reduce::kMaxRanks + 1]{};  // gather, scatter: elements before each shard, and of all
   int32_t n = 1;
   ScalarKind bias_kind = ScalarKind::kFp32;
   uint64_t timeout_ns = 0;

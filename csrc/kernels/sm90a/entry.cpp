@@ -195,21 +195,21 @@ void fill_doorbell_targets(GemmParams& p, const GemmPlan& plan) {
   int64_t begin = 0;
   for (int32_t c = 0; c < h.num_chunks; ++c) {
     const int64_t end = std::min<int64_t>(h.row_end[c], p.problem.m);
-    // Rows of tiles begin anew with every rank, or go through all of M. A chunk has rows of one rank.
-    int64_t first = 0;
-    for (int32_t b = 0; b < plan.blocks.count && plan.blocks.row_begin[b] <= begin; ++b)
-      first = plan.blocks.row_begin[b];
+    // Rows of tiles begin anew with every chunk, or go through all of M.
+    const int64_t first = plan.blocks.count > 0 ? begin : 0;
     const int64_t rows = end <= begin ? 0 : ceil_div(end - first, tile.bm) - (begin - first) / tile.bm;
     h.target[c] = static_cast<uint32_t>(rows * columns * units);
     begin = std::max(begin, end);
   }
 }
 
-// Workspace of the call: [ticket | flags | partials], only where tiles are split. The first two start at
+// Workspace of the call: [ticket | flags | partials], only where tickets are drawn. The first two start at
 // zero.
 void fill_workspace(GemmParams& p, const GemmPlan& plan, const Allocator& allocator, cudaStream_t stream) {
   const int64_t slots = p.schedule.num_slots;
-  if (slots == 0) return;
+  const bool in_turns = p.schedule.turns > 1;
+  if (slots == 0 && in_turns) p.ticket = p.hooks.departure.ticket;
+  if (slots == 0 && (!in_turns || p.ticket != nullptr)) return;
   constexpr int64_t kLine = 256;
   const TileShape& tile = kTileShapes[static_cast<int>(plan.tile)];
   const int64_t parts = plan.cluster.size() * parts_per_cta(plan.tile);

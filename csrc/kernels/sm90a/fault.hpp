@@ -6,16 +6,7 @@
 
 namespace tpk::sm90a {
 
-enum class FaultKind : uint32_t {
-  kNone,
-  kFilling,
-  kPartial,
-  kChunk,
-  kAddend,
-  kConsumed,
-  kResult,
-  kAllReduce
-};
+enum class FaultKind : uint32_t { kNone, kFilling, kPartial, kChunk, kAddend, kEntered, kResult, kAllReduce };
 
 struct FaultRecord {
   uint32_t kind = 0;  // FaultKind; written last
@@ -51,10 +42,12 @@ inline std::string fault_sentence(const FaultRecord& r) {
   } else if (kind == FaultKind::kResult) {
     what = "chunk " + part + ", sums of rank " + index;
   } else if (kind == FaultKind::kAllReduce) {
-    const char* const words[] = {"the partial", "the sums", "a packet"};
-    what = std::string(words[r.part]) + " of an all-reduce, " + (r.part == 2 ? "packet " : "word ") + index;
+    const char* const words[] = {"the partial of an all-reduce", "the sums of an all-reduce",
+                                 "a packet of an all-reduce", "rows of a gather",
+                                 "the partial of a reduce-scatter"};
+    what = std::string(words[r.part]) + (r.part == 2 ? ", packet " : ", word ") + index;
   } else {
-    what = "rank " + std::to_string(r.peer) + " to have read what it was sent before";
+    what = "rank " + std::to_string(r.peer) + " to begin the same call";
     cause = "It did not call, or it stands still.";
   }
   return "CTA " + std::to_string(r.cta) + " waited " + std::to_string(r.timeout_ms) + " ms for " + what +

@@ -25,7 +25,7 @@ struct GemmPlan {
   TileId tile = TileId::k128x256;
   ClusterShape cluster;
   RowBlocks blocks;
-  bool waits_safely = true;  // nobody waits for another rank before it has done what others wait for
+  bool waits_safely = true;  // nobody waits for another rank before all is drawn that others wait for
 };
 
 // Clusters that run at once, by tile and by index into kClusterShapes.
@@ -105,16 +105,19 @@ class TilePlans {
     g.plan.order = placement.order;
     g.plan.schedule = make_schedule(kind, g.plan.order.size(), iters_per_tile(p_, shape_), o);
     const Schedule& s = g.plan.schedule;
-    // All workers must run at once: who waits for another rank keeps the next ticket from being taken.
-    if (direction_ == Direction::kDeparture) {
-      g.waits_safely = own_tiles_apart(s, placement.first_own) && s.workers <= resident_;
-    }
     const Piece& last = s.pieces[max64(0, s.num_pieces - 1)];
     g.plan.splits = last.granules > 0                                  ? last.granules
                     : kind == ScheduleKind::kSplitK && s.num_slots > 0 ? s.workers / g.plan.order.size()
                                                                        : 1;
     const double work = work_us(p_, s, tile_, cluster_, running(s), demands_, kCostHopper);
     g.plan.predicted_us = total_us(p_, s, running(s), work, reread_bytes(kind), kCostHopper);
+    if (direction_ == Direction::kDeparture) {
+      for (const int64_t position : placement.turns) {
+        Schedule& of = g.plan.schedule;
+        g.waits_safely = g.waits_safely && of.num_pieces < kMaxPieces && tiles_apart(of, position);
+        if (g.waits_safely) of = start_turn(of, position);
+      }
+    }
     return g;
   }
 
@@ -231,8 +234,8 @@ inline std::vector<GemmPlan> candidates(const Problem& p, std::string_view sched
   if (unsafe) {
     throw std::invalid_argument(
         "schedule '" + std::string(schedule) +
-        "' could make ranks wait for each other: its own tiles do not come after all others, "
-        "or it has more workers than run at once; use data_parallel or auto.");
+        "' could make ranks wait for each other: its own tiles are not apart from those of others; "
+        "use data_parallel or auto.");
   }
   if (named && demands.gated) {
     throw std::invalid_argument(

@@ -20,8 +20,8 @@ __device__ __forceinline__ WorkItem make_item(const GemmParams& p, const Work& w
     int block = 0;
     while (block + 1 < p.blocks.count && tile_m >= p.blocks.first_tile[block + 1]) ++block;
     tile_m -= p.blocks.first_tile[block];
-    row = p.blocks.row_begin[block];
-    item.m_end = p.blocks.row_begin[block + 1];
+    row = p.blocks.rows[block].begin;
+    item.m_end = p.blocks.rows[block].end;
   }
   item.m = row + (tile_m * p.cluster_m + at.m) * Tile::kBM;
   item.n = (w.tile_n * p.cluster_n + at.n) * (p.gated ? Tile::kBN / 2 : Tile::kBN);
@@ -93,7 +93,7 @@ __device__ __forceinline__ void run_scheduler(const GemmParams& p, SharedStorage
   if (p.ticket != nullptr && p.shares == 0) wait_for_earlier_kernels();
   while (true) {
     const int64_t worker = tickets.next();
-    if (worker >= p.schedule.workers) break;
+    if (worker >= p.schedule.tickets()) break;
     bool is_out = worker < p.opening.count && p.opening.work[worker].iters > 0;
     if (is_out) push(make_item<Tile>(p, p.opening.work[worker], at));
     SegmentCursor cursor(p.schedule, worker);

@@ -1,4 +1,4 @@
-// The ends of a call among ranks: see host/protocol.hpp. A thread for each peer.
+// The beginning of a call among ranks, and the end of an all-reduce: see host/protocol.hpp.
 #include "kernels/sm90a/sync.hpp"
 
 #include "kernels/sm90a/fault.cuh"
@@ -7,27 +7,22 @@ namespace tpk::sm90a {
 
 static_assert(protocol::kMaxRanks <= kSyncThreads, "Each peer has a thread.");
 
-// Waits until every peer has read what the last call brought to it, then begins an epoch.
+// Tells every peer that this rank has come to the next epoch, waits until all have, and begins it.
 __global__ void __launch_bounds__(kSyncThreads) enter_kernel(const __grid_constant__ SyncParams p) {
   const comm::DeviceMemory memory{p.timeout_ns};
   const protocol::Page& mine = p.pages[p.rank];
   const int peer = static_cast<int>(threadIdx.x);
-  const uint32_t last = protocol::epoch_of(memory, mine);
-  protocol::Missed missed;
-  if (peer < p.world && peer != p.rank && !protocol::peer_consumed(memory, mine, peer, last, &missed)) {
-    report_late({p.timeout_ns, p.fault}, FaultKind::kConsumed, missed.index, 0, missed.seen, missed.expected,
-                missed.peer);
+  const uint32_t epoch = protocol::epoch_of(memory, mine) + 1;
+  if (peer < p.world && peer != p.rank) {
+    protocol::publish_entered(memory, p.pages[peer], p.rank, epoch);
+    protocol::Missed missed;
+    if (!protocol::peer_entered(memory, mine, peer, epoch, &missed)) {
+      report_late({p.timeout_ns, p.fault}, FaultKind::kEntered, missed.index, 0, missed.seen, missed.expected,
+                  missed.peer);
+    }
   }
   __syncwarp();
-  if (peer == 0) protocol::advance_epoch(memory, mine, last);
-}
-
-// Tells every peer that this rank has read what the call brought to it.
-__global__ void __launch_bounds__(kSyncThreads) leave_kernel(const __grid_constant__ SyncParams p) {
-  const comm::DeviceMemory memory{p.timeout_ns};
-  const int peer = static_cast<int>(threadIdx.x);
-  if (peer >= p.world || peer == p.rank) return;
-  protocol::publish_consumed(memory, p.pages[peer], p.rank, protocol::epoch_of(memory, p.pages[p.rank]));
+  if (peer == 0) protocol::advance_epoch(memory, mine, epoch);
 }
 
 // Rows [begin, end), by all threads of the launch together. Loads go around L1, which knows of no peers.
@@ -56,10 +51,16 @@ __global__ void __launch_bounds__(kCollectThreads)
   const comm::DeviceMemory memory{p.timeout_ns};
   const protocol::Page& mine = p.pages[p.rank];
   const uint32_t epoch = protocol::epoch_of(memory, mine);
-  for (int step = 0; step < p.world; ++step) {
-    const int owner = (p.rank + step) % p.world;  // in the order in which they arrive
-    if (owner == p.rank && !c.with_own) continue;
-    for (int32_t i = c.chunks.first[owner]; i < c.chunks.first[owner + 1]; ++i) {
+  // In the order in which they arrive: the first chunk of every rank, then the second ones.
+  bool more = true;
+  for (int32_t nth = 0; more; ++nth) {
+    more = false;
+    for (int step = 0; step < p.world; ++step) {
+      const int owner = (p.rank + step) % p.world;
+      const int32_t i = c.chunks.first[owner] + nth;
+      if (i >= c.chunks.first[owner + 1]) continue;
+      more = true;
+      if (owner == p.rank && !c.with_own) continue;
       if (owner != p.rank && threadIdx.x == 0) {
         protocol::Missed missed;
         if (!protocol::wait_sums(memory, mine, i, owner, epoch, &missed)) {
@@ -75,6 +76,5 @@ __global__ void __launch_bounds__(kCollectThreads)
 
 const void* enter_function() { return reinterpret_cast<const void*>(&enter_kernel); }
 const void* collect_function() { return reinterpret_cast<const void*>(&collect_kernel); }
-const void* leave_function() { return reinterpret_cast<const void*>(&leave_kernel); }
 
 }  // namespace tpk::sm90a

@@ -20,7 +20,6 @@ struct SyncParams {
 // For cudaLaunchKernelExC, one CTA of kSyncThreads; argument: SyncParams.
 constexpr int kSyncThreads = 32;
 const void* enter_function();
-const void* leave_function();
 
 // Sums that every rank gets: chunk by chunk, as they arrive, from the rank's buffer of results to its output.
 struct CollectParams {
