@@ -61,9 +61,10 @@ def draw_page(theme: str, path: Path) -> None:
     words = {word.constant: made.span(word) for word in made.WORDS}
     said = {
         "kArrived": ("arrived(i)", "peers'\ncopy streams", "peer"),
-        "kConsumed": ("consumed(p)", "peers'\nleave kernels", "peer"),
-        "kEpoch": ("epoch()", "my enter kernel", "enter"),
-        "kBells": ("bell(c)", "1: my product\n0: my copy stream", "product"),
+        "kEntered": ("entered(p)", "peers'\nenter kernels", "peer"),
+        "kEpoch": ("epoch()", "my enter\nkernel", "enter"),
+        "kTicket": ("ticket()", "my product\n0: my enter\nkernel", "product"),
+        "kBells": ("bell(c)", "1: my product\n0: my copy\nstreams", "product"),
         "kCounters": ("counter(c)", "my product", "product"),
         "kSums": ("sums(c)", "peers'\ncopy streams", "peer"),
     }
@@ -98,40 +99,42 @@ def step_text(step: made.Step) -> str:
         return f"to {step.to}"
     if step.what == "product":
         return "own" if step.of == step.rank else f"of {step.of}"
-    return {"sum": "+", "enter": "E", "leave": "L", "last": "L"}.get(step.what, "")
+    return {"sum": "+", "enter": "E", "own": "c"}.get(step.what, "")
 
 
 def draw_timeline(name: str, theme: str, path: Path) -> None:
-    """A call of all ranks: two streams each."""
+    """A call of all ranks: three streams each."""
     colours, hues = base.COLOURS[theme], RANKS[theme]
     steps = made.gather_timeline() if name == "gather" else made.scatter_timeline()
     right = max(step.end for step in steps)
 
+    apart, high = 3.5, 0.92
+
     def y_of(step: made.Step) -> Point:
-        low = 2.5 * step.rank + (0.0 if step.lane == "main" else 1.02)
-        return low, low + 0.92
+        low = apart * step.rank + 1.02 * made.LANES.index(step.lane)
+        return low, low + high
 
     with base.style():
-        figure, axes = canvas(8.6, 4.3, (-1.75, right + 0.05), (2.5 * made.WORLD + 0.1, -1.0))
+        figure, axes = canvas(8.6, 5.6, (-1.75, right + 0.05), (apart * made.WORLD + 0.1, -1.0))
         for rank in range(made.WORLD):
-            y = 2.5 * rank
-            box(axes, -1.72, -1.42, y, y + 1.94, facecolor=hues[rank], edgecolor="none")
+            y = apart * rank
+            box(axes, -1.72, -1.42, y, y + 2.96, facecolor=hues[rank], edgecolor="none")
             axes.text(
-                -1.57, y + 0.97, str(rank), ha="center", va="center", color=colours["text"], fontsize=11
+                -1.57, y + 1.48, str(rank), ha="center", va="center", color=colours["text"], fontsize=11
             )
-            for lane, text in ((0.46, "main"), (1.48, "copy")):
-                axes.text(-0.68, y + lane, text, ha="right", va="center", color=colours["soft"], fontsize=8)
+            for i, text in enumerate(made.LANES):
+                axes.text(-0.1, y + 0.46 + 1.02 * i, text, ha="right", va="center", color=colours["soft"],
+                          fontsize=8)  # fmt: skip
         for step in steps:
-            low, high = y_of(step)
+            low, top = y_of(step)
             if step.what in ("wait", "bell"):
-                box(axes, step.begin, step.end, low, high, facecolor="none", edgecolor=colours["wait"],
+                box(axes, step.begin, step.end, low, top, facecolor="none", edgecolor=colours["wait"],
                     hatch="////", linewidth=0)  # fmt: skip
                 continue
             face = colours["epilogue"] if step.of < 0 else hues[step.of]
-            faded = 0.45 if step.what == "last" else 1.0
-            box(axes, step.begin, step.end, low, high, facecolor=face, edgecolor=colours["edge"], alpha=faded)
+            box(axes, step.begin, step.end, low, top, facecolor=face, edgecolor=colours["edge"])
             colour = colours["line"] if step.of < 0 else colours["text"]
-            axes.text((step.begin + step.end) / 2, (low + high) / 2, step_text(step), ha="center", va="center",
+            axes.text((step.begin + step.end) / 2, (low + top) / 2, step_text(step), ha="center", va="center",
                       color=colour, fontsize=8)  # fmt: skip
         draw_what_rank_0_waits_for(axes, steps, y_of, colours["fixup"])
         axes.text(right, -0.5, "time →", ha="right", va="center", color=colours["soft"], fontsize=8)
@@ -143,10 +146,12 @@ def draw_timeline(name: str, theme: str, path: Path) -> None:
 
 def timeline_legend(name: str, theme: str) -> list[Any]:
     colours = base.COLOURS[theme]
-    ends = Patch(
-        facecolor=colours["epilogue"], edgecolor=colours["edge"], linewidth=0.6, label="E: enter, L: leave"
+    ends = Patch(facecolor=colours["epilogue"], edgecolor=colours["edge"], linewidth=0.6, label="E: enter")
+    what = (
+        "products with a shard; copies (c: of own rows)"
+        if name == "gather"
+        else "products of a rank's rows; copies"
     )
-    what = "products with a shard; copies" if name == "gather" else "products of a rank's rows; copies"
     rows = Patch(facecolor=RANKS[theme][0], edgecolor=colours["edge"], linewidth=0.6, label=what)
     waits = Patch(facecolor="none", edgecolor=colours["wait"], hatch="////", linewidth=0, label="waits")
     return [ends, rows, waits]
@@ -208,9 +213,9 @@ def draw_tile_row(
 
 # Node -> column and line; lines of the peer are below.
 PLACES = {
-    "leave n - 1": (0, 0.5), "peer leave n - 1": (0, 3.0), "enter n": (1, 0.5), "pushes n": (3, 0), "product n": (3, 1),
-    "others' tiles n": (2, 0.5), "own tiles n": (3, 1), "join n": (4, 0.5), "leave n": (5, 0.5),
-    "peer pushes n": (3, 3.0),
+    "join n - 1": (0, 0.5), "here n": (1, 0.5), "peer here n": (1, 3.0), "all here n": (2, 0.5),
+    "others' tiles n": (3, 0.5), "pushes n": (4, 0), "product n": (4, 1), "own tiles n": (4, 1), "join n": (5, 0.5),
+    "peer pushes n": (4, 3.0),
 }  # fmt: skip
 
 

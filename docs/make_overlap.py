@@ -45,22 +45,25 @@ class Word(NamedTuple):
 
 
 WORDS = (
-    Word("kArrived", "arrived(i)", "kMaxChunks", "the sender's copy stream, from its GPU",
+    Word("kArrived", "arrived(i)", "kMaxChunks", "a copy stream of the sender, from its GPU; own: my enter kernel",
          "behind the rows of chunk i (gather); behind chunk c of my rows, from rank s, where I have P chunks and "
          "i = s * P + c (scatter)",
-         "a copy of 4 bytes, of the sender's epoch, after the copy of the rows on the same stream",
-         "`ld.acquire.sys`: the product's loading thread"),
-    Word("kConsumed", "consumed(p)", "kMaxRanks", "the leave kernel of rank p, from its GPU",
-         "at the end of its call", "`st.release.sys`", "`ld.acquire.sys`: thread p of my enter kernel"),
-    Word("kEpoch", "epoch()", "1", "my enter kernel", "when all peers have consumed", "`st.release.sys`",
-         "what comes behind on my streams: the product, the copies of the flag, leave"),
+         "a copy of 4 bytes, of the sender's epoch, after the copy of the rows on the same stream; own chunks: a plain "
+         "store, stream order", "`ld.acquire.sys`: the product's loading thread"),
+    Word("kEntered", "entered(p)", "kMaxRanks", "the enter kernel of rank p, from its GPU",
+         "rank p has come to this call", "`st.release.sys`", "`ld.acquire.sys`: thread p of my enter kernel"),
+    Word("kEpoch", "epoch()", "1", "my enter kernel", "when all peers have come to this call", "`st.release.sys`",
+         "what comes behind on my streams: the product, the copies of the flag, collect"),
+    Word("kTicket", "ticket()", "1", "my product, a thread of each cluster; my enter kernel: 0",
+         "a cluster takes its next work (scatters in turns whose tiles are not split)", "`atom.relaxed.gpu`",
+         "the same threads"),
     Word("kBells", "bell(c)", "kMaxChunks", "1: my product, 0: my copy stream",
          "1: all rows of chunk c are in the send buffer; 0: taken", "`st.release.sys`; `cuStreamWriteValue32`",
          "`cuStreamWaitValue32` (== 1) on my copy stream"),
     Word("kCounters", "counter(c)", "kMaxChunks", "my product, a thread of each CTA",
          "how much of the rows of chunk c is stored; who completes it sets 0 and rings the bell",
          "`__threadfence_system`, then `atom.acq_rel.gpu`; the 0 is a plain store", "the same threads"),
-    Word("kSums", "sums(c)", "kMaxChunks", "the owner's copy stream, from its GPU",
+    Word("kSums", "sums(c)", "kMaxChunks", "a copy stream of the owner, from its GPU",
          "behind the sums of chunk c (all-reduce)", "as `arrived`",
          "`ld.acquire.sys`: a thread of each CTA of the collect kernel"),
 )  # fmt: skip
@@ -190,9 +193,9 @@ def scatter_receivers(rank: int) -> list[int]:
 
 # ---- Timelines.
 
-ENTER, LEAVE, OWN_COPY, PUSH, PRODUCT, SUM = 0.5, 0.5, 0.5, 2.0, 3.0, 0.7
-CALLED = (0.9, 0.3, 3.4, 0.6)  # when the host of each rank calls ...
-LEFT = (0.5, 0.0, 2.2, 0.3)  # ... and when the rank left the call before
+ENTER, OWN_COPY, PUSH, PRODUCT, SUM = 0.5, 0.5, 2.0, 3.0, 0.7
+CALLED = (0.9, 0.3, 3.4, 0.6)  # when each rank comes to the call, with all before it done
+LANES = ("main", "copy 0", "copy 1")
 
 
 @dataclass(frozen=True)
@@ -200,88 +203,88 @@ class Step:
     """What a rank does on one of its streams. ``of``: the rank whose rows it is about, -1 for none."""
 
     rank: int
-    lane: str  # "main" or "copy"
-    what: str  # "last", "enter", "wait", "product", "sum", "own", "bell", "push" or "leave"
+    lane: str  # of LANES
+    what: str  # "enter", "wait", "own", "product", "sum", "bell" or "push"
     begin: float
     end: float
     of: int = -1
     to: int = -1
 
 
+def entered() -> float:
+    """When all ranks have told each other that they are here."""
+    return max(CALLED) + ENTER
+
+
 def enter_steps(rank: int) -> list[Step]:
-    open_ = max(CALLED[rank], max(LEFT[p] for p in range(WORLD) if p != rank))
-    return [
-        Step(rank, "main", "last", LEFT[rank] - LEAVE, LEFT[rank]),
-        Step(rank, "main", "wait", CALLED[rank], open_),
-        Step(rank, "main", "enter", open_, open_ + ENTER),
-    ]
+    told = CALLED[rank] + ENTER
+    return [Step(rank, "main", "enter", CALLED[rank], told), Step(rank, "main", "wait", told, entered())]
 
 
-def leave_step(rank: int, steps: list[Step]) -> Step:
-    joined = max(step.end for step in steps if step.rank == rank)
-    return Step(rank, "main", "leave", joined, joined + LEAVE)
+def push_lane(nth: int) -> str:
+    """A scatter's pushes take the two copy streams in turn."""
+    return LANES[1 + (nth + 1) % 2]
 
 
 def gather_timeline() -> list[Step]:
     """One call of all ranks: a product of a shard begins when the shard is there."""
     steps = [step for rank in range(WORLD) for step in enter_steps(rank)]
-    entered = {step.rank: step.end for step in steps if step.what == "enter"}
     arrived = {}
     for rank in range(WORLD):
-        now = entered[rank] + OWN_COPY
-        steps.append(Step(rank, "copy", "own", entered[rank], now, rank, rank))
+        now = entered()
         for peer in gather_receivers(rank):
-            steps.append(Step(rank, "copy", "push", now, now + PUSH, rank, peer))
+            steps.append(Step(rank, LANES[1], "push", now, now + PUSH, rank, peer))
             arrived[peer, rank] = now = now + PUSH
     for rank in range(WORLD):
-        now = entered[rank]
+        now = entered() + OWN_COPY
+        steps.append(Step(rank, "main", "own", entered(), now, rank, rank))
         for shard in sorted(range(WORLD), key=lambda s: _host.arrival_class(s, rank, WORLD)):
             begin = max(now, arrived.get((rank, shard), 0.0))
             steps.append(Step(rank, "main", "wait", now, begin, shard))
             steps.append(Step(rank, "main", "product", begin, begin + PRODUCT, shard))
             now = begin + PRODUCT
-        steps.append(leave_step(rank, steps))
     return [step for step in steps if step.end > step.begin]
 
 
 def scatter_timeline() -> list[Step]:
     """One call of all ranks: a push begins when its bell rings, a sum when everything is there."""
     steps = [step for rank in range(WORLD) for step in enter_steps(rank)]
-    entered = {step.rank: step.end for step in steps if step.what == "enter"}
     arrived: dict[int, list[float]] = {rank: [] for rank in range(WORLD)}
     computed = {}
     for rank in range(WORLD):
-        now = free = entered[rank]
-        for shard in sorted(range(WORLD), key=lambda s: _host.departure_class(s, rank, WORLD)):
+        now = link = entered()
+        free = dict.fromkeys(LANES[1:], now)
+        for nth, shard in enumerate(
+            sorted(range(WORLD), key=lambda s: _host.departure_class(s, rank, WORLD))
+        ):
             steps.append(Step(rank, "main", "product", now, now + PRODUCT, shard))
             now += PRODUCT
             if shard != rank:
-                begin = max(free, now)
-                steps.append(Step(rank, "copy", "bell", free, begin, shard))
-                steps.append(Step(rank, "copy", "push", begin, begin + PUSH, shard, shard))
-                free = begin + PUSH
-                arrived[shard].append(free)
+                lane, begin = push_lane(nth), max(link, now)
+                steps.append(Step(rank, lane, "bell", free[lane], begin, shard))
+                steps.append(Step(rank, lane, "push", begin, begin + PUSH, shard, shard))
+                free[lane] = link = begin + PUSH
+                arrived[shard].append(link)
         computed[rank] = now
     for rank in range(WORLD):
         there = max(computed[rank], *arrived[rank])
         steps.append(Step(rank, "main", "wait", computed[rank], there, rank))
         steps.append(Step(rank, "main", "sum", there, there + SUM, rank))
-        steps.append(leave_step(rank, steps))
     return [step for step in steps if step.end > step.begin]
 
 
 # ---- Waits.
 
-# What has to be done before what, of a rank and of any peer ("peer ..."). n: this call.
+# What has to be done before what, of a rank and of any peer ("peer ..."). n: this call. "here": enter has told it.
 WAITS = {
     "gather": (
-        ("leave n - 1", "enter n"), ("peer leave n - 1", "enter n"), ("enter n", "pushes n"), ("enter n", "product n"),
-        ("peer pushes n", "product n"), ("pushes n", "join n"), ("product n", "join n"), ("join n", "leave n"),
+        ("join n - 1", "here n"), ("here n", "all here n"), ("peer here n", "all here n"), ("all here n", "pushes n"),
+        ("all here n", "product n"), ("peer pushes n", "product n"), ("pushes n", "join n"), ("product n", "join n"),
     ),
     "scatter": (
-        ("leave n - 1", "enter n"), ("peer leave n - 1", "enter n"), ("enter n", "others' tiles n"),
-        ("others' tiles n", "pushes n"), ("others' tiles n", "own tiles n"), ("peer pushes n", "own tiles n"),
-        ("pushes n", "join n"), ("own tiles n", "join n"), ("join n", "leave n"),
+        ("join n - 1", "here n"), ("here n", "all here n"), ("peer here n", "all here n"),
+        ("all here n", "others' tiles n"), ("others' tiles n", "pushes n"), ("others' tiles n", "own tiles n"),
+        ("peer pushes n", "own tiles n"), ("pushes n", "join n"), ("own tiles n", "join n"),
     ),
 }  # fmt: skip
 
@@ -299,7 +302,7 @@ def captions() -> dict[str, str]:
     return {
         "page": "A rank's allocation: a page of 32-bit words, then the buffer. Colours: who writes.",
         "gather": (
-            "A gather of 4 ranks; rank 2 is late. Two streams a rank: the product above, the copies below. Colour: "
+            "A gather of 4 ranks; rank 2 is late. Three streams a rank: the caller's, and two of copies. Colour: "
             f"whose shard. Arrows: what rank 0 waits for. {model}"
         ),
         "scatter": (

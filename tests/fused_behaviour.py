@@ -260,6 +260,7 @@ STALLS = {
 def check_stalled(ctx: Any, kind: str) -> tuple[str, float]:
     """The last rank stops calling: the others raise. Returns the message and the seconds; the process is spent."""
     x, w = torch.ones(64, 64, dtype=BF16), torch.ones(64, 72, dtype=BF16)
+
     def call() -> Tensor:
         if kind.endswith("scatter"):
             return tpk.matmul_reduce_scatter(x, w, ctx.group, path=FUSED)

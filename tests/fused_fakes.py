@@ -27,11 +27,11 @@ class FakeRuntime(runtime.Runtime):
     device_types = ("cpu",)
     compared_with: tuple[str, ...] = ()  # "gloo": then path "auto" chooses
     name = "NVIDIA H200"  # of the card
-    only = True  # whether the job has no other ranks
 
     def __init__(self, rank: int = 0) -> None:
         self.rank = rank
         self.log: list[str] = []
+        self.pairs: list[int] = []  # of factors, of every product that is summed
         self.mapped: dict[tuple[int, ...], tuple[Any, Tensor]] = {}
         self.names: set[str] = set()
         self.capture = False
@@ -44,9 +44,6 @@ class FakeRuntime(runtime.Runtime):
 
     def card(self, device):
         return self.name
-
-    def alone(self, group):
-        return self.only
 
     def elapsed_us(self, call, calls):
         begin = time.perf_counter()
@@ -124,9 +121,22 @@ class FakeRuntime(runtime.Runtime):
             outs[i].copy_(activate(value, activation))
         assert (schedule, tile, multiprocessors) == ("auto", "", 0)
 
+    def begin_gather(self, a_shard, shard_rows, rank, addresses, timeout_s):
+        self.log.append("begin gather")
+        assert a_shard.stride(1) == 1 and a_shard.shape[0] == shard_rows[rank]
+        self._memory_of(addresses, shard_rows, rank, timeout_s)
+
+    def end_gather(self, a_shard, gathered, shard_rows, rank, addresses, timeout_s):
+        assert self.log.index("begin gather") < len(self.log) - 1, "something is called between the two"
+        self.log.append("end gather")
+        group, room = self._memory_of(addresses, shard_rows, rank, timeout_s)
+        assert gathered.is_contiguous() and gathered.shape == (sum(shard_rows), a_shard.shape[1])
+        assert room >= gathered.shape[0] * -(-gathered.shape[1] // 8) * 8 * a_shard.element_size()
+        gathered.copy_(_collectives.all_gather(a_shard, 0, shard_rows, group))
+
     def scatter(
         self, a, b, bias, residual, out, send, shard_rows, rank, addresses, timeout_s,
-        schedule, tile, multiprocessors,
+        schedule, tile, multiprocessors, more_a, more_b,
     ):  # fmt: skip
         self.log.append("scatter")
         self._sum(
@@ -143,11 +153,13 @@ class FakeRuntime(runtime.Runtime):
             schedule,
             tile,
             multiprocessors,
+            more_a,
+            more_b,
         )
 
     def all_reduce(
         self, a, b, bias, residual, out, send, shard_rows, rank, addresses, timeout_s,
-        schedule, tile, multiprocessors,
+        schedule, tile, multiprocessors, more_a, more_b,
     ):  # fmt: skip
         self.log.append("all_reduce")
         assert out.is_contiguous() and out.shape[0] == sum(shard_rows)
@@ -167,6 +179,8 @@ class FakeRuntime(runtime.Runtime):
             schedule,
             tile,
             multiprocessors,
+            more_a,
+            more_b,
         )
         assert (
             room
@@ -213,7 +227,7 @@ class FakeRuntime(runtime.Runtime):
 
     def _sum(
         self, a, b, bias, residual, out, send, shard_rows, rank, addresses, timeout_s,
-        schedule, tile, multiprocessors,
+        schedule, tile, multiprocessors, more_a, more_b,
     ):  # fmt: skip
         group, room = self._memory_of(addresses, shard_rows, rank, timeout_s)
         (m, k), n, own = a.shape, b.shape[1], shard_rows[rank]
@@ -227,7 +241,8 @@ class FakeRuntime(runtime.Runtime):
             residual = residual[:, :n]
         assert room >= group.world * max(shard_rows) * pitch * out.element_size()
         mine = slice(sum(shard_rows[:rank]), sum(shard_rows[: rank + 1]))
-        partial = a.double() @ b.double()
+        self.pairs.append(1 + len(more_a))
+        partial = _sum_of_products([a, *more_a], [b, *more_b])
         sent = _collectives.all_gather(partial.to(out.dtype), 0, [m] * group.world, group)
         total = torch.zeros_like(partial[mine])
         for r in range(group.world):
@@ -238,6 +253,29 @@ class FakeRuntime(runtime.Runtime):
         out.copy_(total)
         assert (schedule, tile, multiprocessors) == ("auto", "", 0)
         return room
+
+
+def _sum_of_products(lefts, rights):
+    """As the kernel takes them: up to four, the first of these layouts that fits the same for all of a kind."""
+    assert len(lefts) == len(rights) <= 4
+    total = 0
+    for a, b in zip(lefts, rights, strict=True):
+        assert a.shape[1] == b.shape[0] > 0 and a.dtype == b.dtype == lefts[0].dtype
+        assert _side_by_side(a, (1, 0)) == _side_by_side(lefts[0], (1, 0))
+        assert _side_by_side(b, (0, 1)) == _side_by_side(rights[0], (0, 1))
+        total = total + a.double() @ b.double()
+    return total
+
+
+def _side_by_side(x, order):
+    """The first of two dimensions whose elements TMA can take side by side."""
+    assert x.data_ptr() % 16 == 0
+    for inner in order:
+        step = x.stride(1 - inner)
+        whole = x.shape[1 - inner] == 1 or (step > 0 and step % 8 == 0)
+        if whole and (x.shape[inner] == 1 or x.stride(inner) == 1):
+            return inner
+    raise AssertionError(f"TMA takes no matrix of strides {x.stride()}")
 
 
 def _summed(partials, bias, residual):

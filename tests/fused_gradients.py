@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from few_rows import overlaps, path_of_few_rows
+from few_rows import few_rows_overlap, overlaps, path_of_few_rows
 from fused_checks import FUSED, rows_of_ranks
 from gemm_checks import randn
 from op_checks import close, own
@@ -75,6 +75,9 @@ def check_gradients(ctx: Any, path: str, dtype: torch.dtype, seed: int) -> None:
             if path == FUSED:
                 used = {run for op, run in log.counts if op in ("all_gather_matmul", "matmul_reduce_scatter")}
                 assert used == {path_of_few_rows(ctx)}, log
+                # The operand is gathered again, beneath its gradient, unless it was kept or an activation needs it.
+                hidden = any(op == "all_gather" and run == FUSED for op, run in log.counts)
+                assert hidden == (save and few_rows_overlap()), log
             close(out, own(y.detach(), 0, rows, ctx.rank), dtype, "value")
             grads = [t.grad.clone() for t in mine]
             for i, name in enumerate(("x", "w1", "w2", "w3", "c1", "c2", "residual")):

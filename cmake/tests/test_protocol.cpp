@@ -227,7 +227,7 @@ void check_all_chunks() {
       std::vector<int64_t> shards(world, rows);
       shards[world / 2] = 0;
       shards[0] = 3 * rows;
-      const ChunkList out = cut_departing(shards, 16384);
+      const ChunkList out = cut_departing(shards, 16384, false);
       for (int owner = 0; owner < world; ++owner) {
         std::set<int32_t> used;
         for (int sender = 0; sender < world; ++sender) {

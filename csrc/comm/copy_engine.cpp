@@ -6,6 +6,7 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 namespace tpk::comm {
 namespace {
@@ -39,11 +40,11 @@ void check(CUresult result, const char* call) {
 
 }  // namespace
 
-CopyEngine& CopyEngine::of(int device) {
+CopyEngine& CopyEngine::of(int device, Use use) {
   static std::mutex mutex;
-  static std::map<int, std::unique_ptr<CopyEngine>> engines;
+  static std::map<std::pair<int, Use>, std::unique_ptr<CopyEngine>> engines;
   const std::lock_guard lock(mutex);
-  std::unique_ptr<CopyEngine>& engine = engines[device];
+  std::unique_ptr<CopyEngine>& engine = engines[{device, use}];
   if (engine == nullptr) engine.reset(new CopyEngine);
   return *engine;
 }
@@ -63,26 +64,33 @@ CopyEngine::CopyEngine() {
 CopyEngine::Call::Call(CopyEngine& engine, cudaStream_t main)
     : engine_(engine), lock_(engine.mutex_), main_(main) {
   check(cudaEventRecord(engine_.forked_, main_), "cudaEventRecord");
+  engine_.used_[0] = engine_.used_[1] = false;
   fork();
 }
 
 void CopyEngine::Call::fork() {
-  forked_[current_] = true;
+  engine_.used_[current_] = true;
   check(cudaStreamWaitEvent(stream(), engine_.forked_, 0), "cudaStreamWaitEvent");
 }
 
 void CopyEngine::Call::change_stream() {
-  if (getenv("DEV_ONE") != nullptr) return;
   current_ = 1 - current_;
-  if (!forked_[current_]) fork();
+  if (!engine_.used_[current_]) fork();
 }
 
 void CopyEngine::Call::join() {
   joined_ = true;
+  engine_.join(main_);
+}
+
+void CopyEngine::Call::leave_open() { joined_ = true; }
+
+void CopyEngine::join(cudaStream_t main) {
   for (int i = 0; i < 2; ++i) {
-    if (!forked_[i]) continue;
-    check(cudaEventRecord(engine_.joined_[i], engine_.streams_[i]), "cudaEventRecord");
-    check(cudaStreamWaitEvent(main_, engine_.joined_[i], 0), "cudaStreamWaitEvent");
+    if (!used_[i]) continue;
+    used_[i] = false;
+    check(cudaEventRecord(joined_[i], streams_[i]), "cudaEventRecord");
+    check(cudaStreamWaitEvent(main, joined_[i], 0), "cudaStreamWaitEvent");
   }
 }
 

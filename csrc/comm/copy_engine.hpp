@@ -1,6 +1,7 @@
 // The copy engine of a device, driven from two streams of high priority: rows to peers, with a flag behind
-// them, without any multiprocessor. Between a copy and the next one of its stream about 10 us pass; the other
-// stream's copy fills them. Everything is enqueued, nothing waits on the host, so calls can be captured.
+// them, without any multiprocessor. Between a copy and the next one of its stream about 10 us pass, which a
+// copy on the other stream may fill. Everything is enqueued, nothing waits on the host, so calls can be
+// captured.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -25,8 +26,11 @@ struct Rows {
 
 class CopyEngine {
  public:
+  // What a call moves while its product runs, or what is on its way beneath that.
+  enum class Use { kCall, kBeneath };
+
   // The one of a device, which is current; made at its first use, which must not be inside a capture.
-  static CopyEngine& of(int device);
+  static CopyEngine& of(int device, Use use = Use::kCall);
 
   CopyEngine(const CopyEngine&) = delete;
   CopyEngine& operator=(const CopyEngine&) = delete;
@@ -53,6 +57,8 @@ class CopyEngine {
     // What a product does.
     void raise_bell(uint32_t* bell);
     void join();
+    // `main` goes on without: see CopyEngine::join.
+    void leave_open();
 
    private:
     cudaStream_t stream() const { return engine_.streams_[current_]; }
@@ -62,9 +68,11 @@ class CopyEngine {
     std::unique_lock<std::mutex> lock_;
     cudaStream_t main_;
     int current_ = 0;
-    bool forked_[2] = {};  // a stream is part of the call
     bool joined_ = false;
   };
+
+  // Makes `main` wait for the call that was left open.
+  void join(cudaStream_t main);
 
  private:
   CopyEngine();
@@ -72,6 +80,7 @@ class CopyEngine {
   cudaStream_t streams_[2] = {};
   cudaEvent_t forked_ = nullptr;
   cudaEvent_t joined_[2] = {};
+  bool used_[2] = {};  // a stream is part of the call
   std::mutex mutex_;
 };
 

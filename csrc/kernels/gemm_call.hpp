@@ -1,7 +1,7 @@
 // One call of a GPU product, as the op hands it to the kernels of an architecture. Pure C++: no torch, so
 // that libraries with different kernels share it and a test can make one by hand.
 //
-//   v   = alpha * (A * B)                          fp32
+//   v   = alpha * (A * B)                          fp32; A * B: the sum of all pairs' products
 //   v  += addends, one after another               see kernels/gemm_hooks.hpp
 //   v  += bias                                     pre-activation, stored as preact if asked for
 //   v   = activation(v)
@@ -22,11 +22,21 @@
 
 namespace tpk {
 
+constexpr int kMaxPairs = 4;  // of factors, whose products are summed
+
+struct Pair {
+  Matrix a;  // [batch, M, K]
+  Matrix b;  // [batch, K, N]
+  int64_t k = 0;
+};
+
 struct GemmCall {
-  Problem problem;  // n: columns of out, and of each of b and gate
+  Problem problem;  // k: of a and b; n: columns of out, and of each of b and gate
   Element element = Element::kBf16;
-  Matrix a;         // [batch, M, K]
-  Matrix b;         // [batch, K, N]
+  Matrix a;                  // [batch, M, K]
+  Matrix b;                  // [batch, K, N]
+  Pair more[kMaxPairs - 1];  // behind a and b; the Hopper kernel alone takes them, and without gate
+  int num_more = 0;
   Matrix gate;      // [batch, K, N]
   Matrix bias;      // [N]: only col_stride counts
   Matrix residual;  // [batch, M, N]

@@ -11,6 +11,7 @@
 #include <exception>
 #include <optional>
 #include <string_view>
+#include <vector>
 
 #include "kernels/sm90a/entry.hpp"
 #include "ops/sentence.hpp"
@@ -47,6 +48,30 @@ inline cudaStream_t current_stream(std::string_view op, int device) {
   TPK_REQUIRE(aoti_torch_get_current_cuda_stream(device, &stream) == 0, op,
               ": torch could not name the current CUDA stream.");
   return static_cast<cudaStream_t>(stream);
+}
+
+using Tensors = std::optional<std::vector<Tensor>>;
+
+// Factors of more products, see GemmCall::more: like those of c, which are set, but for K. a: the first one.
+inline void set_more(std::string_view op, GemmCall& c, const Tensor& a, const Tensors& more_a,
+                     const Tensors& more_b) {
+  const size_t count = more_a ? more_a->size() : 0;
+  TPK_REQUIRE(count == (more_b ? more_b->size() : 0) && count < kMaxPairs, op,
+              ": more_a and more_b must be as many tensors, at most ", kMaxPairs - 1, ".");
+  for (size_t i = 0; i < count; ++i) {
+    const Tensor& left = (*more_a)[i];
+    const Tensor& right = (*more_b)[i];
+    const int64_t d = a.dim();
+    const bool fits = left.is_cuda() && right.is_cuda() && left.dim() == d && right.dim() == d &&
+                      left.size(d - 2) == c.problem.m && left.size(d - 1) > 0 &&
+                      right.size(d - 2) == left.size(d - 1) && right.size(d - 1) == c.problem.n &&
+                      (d == 2 || (left.size(0) == c.problem.batch && right.size(0) == c.problem.batch)) &&
+                      left.scalar_type() == a.scalar_type() && right.scalar_type() == a.scalar_type();
+    TPK_REQUIRE(fits, op, ": more_a and more_b must be of the device, dtype and shape of a and b but for K, ",
+                "which is one for both and above 0; those of number ", i, " are not.");
+    c.more[i] = {matrix_of(left), matrix_of(right), left.size(d - 1)};
+  }
+  c.num_more = static_cast<int>(count);
 }
 
 // Memory on the current stream. torch may hand it out again there as soon as we return, which is after the

@@ -31,6 +31,11 @@ STABLE_TORCH_LIBRARY(tpkernels, m) {
       "ScalarType? out_dtype, str path) -> Tensor");
 
   // Collectives with gradients, for layers.
+  // For gradients: the own rows of sum_i a_i @ b_i over ranks, and shard, which has as many rows, gathered.
+  m.def(
+      "matmul_reduce_scatter_and_gather(Tensor[] a, Tensor[] b, Tensor shard, int dim, SymInt[]? "
+      "shard_sizes, "
+      "str group_name, ScalarType? out_dtype, str path) -> (Tensor, Tensor)");
   m.def("copy_to_group(Tensor x, str group_name) -> Tensor");
   m.def("all_reduce(Tensor x, str reduce_op, str group_name) -> Tensor");
   m.def(
@@ -62,19 +67,20 @@ STABLE_TORCH_LIBRARY(tpkernels, m) {
   // arrive in blocks (arrival_rows: their ends; slab_k: in slabs of K too) are not read before their flag has
   // reached the epoch; blocks of out's rows (bell_rows) set their bell to 1 when they are in memory; addends
   // are added in fp32, each block of flag_rows rows once its flag has reached the epoch. Words are int32. See
-  // kernels/gemm_hooks.hpp.
+  // kernels/gemm_hooks.hpp. more_a and more_b: up to three more pairs of factors, whose products are added;
+  // the same dimension is contiguous in all left ones, and in all right ones.
   m.def(
       "streamk_gemm_hooked(Tensor a, Tensor b, Tensor(o!) out, str schedule, int workers, int splits, str "
       "tile, "
       "Tensor? arrival_flags, Tensor? arrival_epoch, int[] arrival_rows, int slab_k, Tensor(c!)? counters, "
       "Tensor(d!)? bells, int[] bell_rows, Tensor[] addends, Tensor[] addend_flags, Tensor? addend_epoch, "
-      "int flag_rows, float timeout_s) -> ()");
+      "int flag_rows, float timeout_s, Tensor[]? more_a=None, Tensor[]? more_b=None) -> ()");
   // One rank's part of a product that is fused with its collective, in _C_sm90a. addresses: of every rank's
   // symmetric memory, a page of words and a buffer (host/protocol.hpp), for a gather of [M, K rounded up to
   // 8], for a reduce-scatter of a slot [most rows of a shard, N'] for each rank, where N' is N rounded up to
   // 16 bytes. a_shard [own rows, K], K contiguous; outs and preacts [M, N_i], gathered [M, K]; out and
-  // residual [own rows, N'], send (scratch) [M, N'], all three contiguous and of one dtype. Waits for ranks
-  // end after timeout_s: the launch fails, and comm_fault says why.
+  // residual [own rows, N'], send (scratch) [M, N'], all three contiguous and of one dtype. more_a
+  // and more_b: as above. Waits for ranks end after timeout_s: the launch fails, and comm_fault says why.
   m.def(
       "fused_all_gather_matmul(Tensor a_shard, Tensor[] bs, Tensor[] biases, int[] bias_of, str activation, "
       "Tensor(o!)[] outs, Tensor(p!)[] preacts, Tensor(g!)? gathered, int[] shard_rows, int rank, "
@@ -83,14 +89,14 @@ STABLE_TORCH_LIBRARY(tpkernels, m) {
       "fused_matmul_reduce_scatter(Tensor a, Tensor b, Tensor? bias, Tensor? residual, Tensor(o!) out, "
       "Tensor(s!) send, int[] shard_rows, int rank, int[] addresses, float timeout_s, str schedule, str "
       "tile, "
-      "int multiprocessors) -> ()");
+      "int multiprocessors, Tensor[]? more_a=None, Tensor[]? more_b=None) -> ()");
   // As above, but every rank gets all rows: out [M, N], contiguous; the memory also has room for [M, N
   // rounded up to 16 bytes] behind the slots.
   m.def(
       "fused_matmul_all_reduce(Tensor a, Tensor b, Tensor? bias, Tensor? residual, Tensor(o!) out, "
       "Tensor(s!) send, int[] shard_rows, int rank, int[] addresses, float timeout_s, str schedule, str "
       "tile, "
-      "int multiprocessors) -> ()");
+      "int multiprocessors, Tensor[]? more_a=None, Tensor[]? more_b=None) -> ()");
   // The sum over ranks of partial [M, N], plus bias [N] and residual [M, N], in one kernel, for small sizes;
   // all contiguous, and partial, residual and out of one dtype. way: "packets", "one-shot" or "two-shot".
   // addresses: of every rank's symmetric memory of buffer_bytes (host/all_reduce.hpp), all of it zero at
@@ -109,6 +115,14 @@ STABLE_TORCH_LIBRARY(tpkernels, m) {
       "fused_reduce_scatter(Tensor partial, Tensor? bias, Tensor? residual, Tensor(o!) out, int[] "
       "shard_rows, "
       "int rank, int[] addresses, int buffer_bytes, float timeout_s, int ctas=0) -> ()");
+  // A gather of rows of 16-bit elements beneath what is called between the two, in the memory of
+  // fused_all_gather_matmul: it needs no multiprocessor, and `gathered` [M, K] is complete behind the second.
+  m.def(
+      "fused_gather_begin(Tensor a_shard, int[] shard_rows, int rank, int[] addresses, float timeout_s) -> "
+      "()");
+  m.def(
+      "fused_gather_end(Tensor a_shard, Tensor(g!) gathered, int[] shard_rows, int rank, int[] addresses, "
+      "float timeout_s) -> ()");
   // Before the first call on new symmetric memory, when every rank has mapped it.
   m.def("fused_warm_up(int device, int rank, int[] addresses) -> ()");
   m.def("comm_fault() -> str");

@@ -6,7 +6,7 @@
 #include <optional>
 
 #include "ops/arguments.hpp"
-#include "ops/fused_group.hpp"
+#include "ops/gather_pushes.hpp"
 
 namespace {
 
@@ -32,8 +32,7 @@ void fused_all_gather_matmul(const Tensor& a_shard, const std::vector<Tensor>& b
   const int64_t own = g.rows_of(g.rank());
   const int64_t first = g.rows.begin(g.rank());
   const int64_t m = g.total();
-  check_matrix(kGather, "a_shard", a_shard, own, k);
-  REQUIRE(k > 0 && (k == 1 || a_shard.stride(1) == 1), "a_shard must have K above 0, and K contiguous.");
+  const GatherPushes pushes(kGather, a_shard, g, shard_rows);
   REQUIRE(!bs.empty() && outs.size() == bs.size() && (preacts.empty() || preacts.size() == bs.size()),
           "there must be an output for each of bs, and a preact for each or none.");
   REQUIRE(bias_of.size() == biases.size(), "bias_of must name a weight for each of biases.");
@@ -54,15 +53,13 @@ void fused_all_gather_matmul(const Tensor& a_shard, const std::vector<Tensor>& b
             "gathered must be contiguous and of a_shard's dtype.");
   }
 
-  constexpr int64_t kBytes = 2;
-  const int64_t pitch = round_up(k, 8);
-  const auto chunks = tpk::protocol::cut_chunks(shard_rows, pitch * kBytes);
-  const auto buffer_of = [&](int r) { return Rows{g.page(r).buffer(), static_cast<size_t>(pitch * kBytes)}; };
-  const int64_t own_stride = own > 1 ? a_shard.stride(0) : pitch;
-  const Rows shard{a_shard.data_ptr(), static_cast<size_t>(own_stride * kBytes)};
-  const auto row_bytes = static_cast<size_t>(k * kBytes);
+  const tpk::protocol::ChunkList& chunks = pushes.chunks();
+  const int64_t pitch = pushes.pitch();
+  const int64_t own_stride = pushes.stride();
+  const Rows buffer = pushes.buffer(g.rank());
   // TMA takes the own rows where they are, or they are copied to those of the others.
-  const bool in_place = own > 0 && reinterpret_cast<uintptr_t>(shard.data) % 16 == 0 && own_stride % 8 == 0;
+  const bool in_place =
+      own > 0 && reinterpret_cast<uintptr_t>(a_shard.data_ptr()) % 16 == 0 && own_stride % 8 == 0;
 
   GemmHooks hooks;
   tpk::ArrivalHook& arrival = hooks.arrival;
@@ -81,7 +78,7 @@ void fused_all_gather_matmul(const Tensor& a_shard, const std::vector<Tensor>& b
     GemmCall& c = calls[i];
     c.problem = {m, bs[i].size(1), k, 1};
     c.element = element;
-    c.a = {buffer_of(g.rank()).data, 0, pitch, 1, tpk::ops::kind_of(a_shard)};
+    c.a = {buffer.data, 0, pitch, 1, tpk::ops::kind_of(a_shard)};
     c.b = matrix_of(bs[i]);
     c.out = matrix_of(outs[i]);
     if (!preacts.empty()) c.preact = matrix_of(preacts[i]);
@@ -99,52 +96,26 @@ void fused_all_gather_matmul(const Tensor& a_shard, const std::vector<Tensor>& b
     if (first + own < m) tail = std::max(tail, (first + own) % bm);
   }
 
+  g.sync.here_begin = chunks.first[g.rank()];
+  g.sync.here_end = chunks.first[g.rank() + 1];
   launch_sync(kGather, tpk::sm90a::enter_function(), g);
   CopyEngine::Call engine(CopyEngine::of(device), g.stream);
-  const auto keep = [&](int64_t begin, int64_t end) {
-    if (begin < end)
-      engine.copy(buffer_of(g.rank()).from(first + begin), shard.from(begin), row_bytes, end - begin);
-  };
+  pushes.enqueue(engine);
+  // In front of the product, not beside it: a copy on this device may need multiprocessors, which a product
+  // that waits for it would hold.
   if (!in_place || head + tail >= own) {
-    keep(0, own);
+    pushes.copy_own(kGather, buffer.from(first), 0, own);
   } else {
-    keep(0, head);
-    keep(own - tail, own);
+    pushes.copy_own(kGather, buffer.from(first), 0, head);
+    pushes.copy_own(kGather, buffer.from(first), own - tail, own);
   }
-  const bool waits_for_own = !in_place || head + tail > 0;
-  for (int32_t c = chunks.first[g.rank()]; waits_for_own && c < chunks.first[g.rank() + 1]; ++c) {
-    engine.raise(g.mine().arrived(c), g.mine().epoch());
-  }
-  struct Pushes {
-    CopyEngine::Call& engine;
-    const Group& g;
-    const tpk::protocol::ChunkList& chunks;
-    decltype(buffer_of)& buffer;
-    Rows shard;
-    int64_t first;
-    size_t row_bytes;
-    void change_stream() { engine.change_stream(); }
-    void push(int peer, int32_t c, int index) {
-      engine.push(buffer(peer).from(chunks.begin(c)), shard.from(chunks.begin(c) - first), row_bytes,
-                  chunks.rows(c), g.page(peer).arrived(index), g.mine().epoch());
-    }
-  } pushes{engine, g, chunks, buffer_of, shard, first, row_bytes};
-  tpk::protocol::push_gather(pushes, chunks, g.rank(), g.world());
-
   for (const GemmCall& c : calls) tpk::ops::run_hopper(kGather, c, a_shard, g.stream);
   engine.join();
   if (gathered) {
-    const auto copy_out = [&](int64_t begin, int64_t end, Rows from) {
-      if (begin >= end) return;
-      const Rows to{gathered->data_ptr(), row_bytes};
-      const cudaError_t error =
-          cudaMemcpy2DAsync(to.from(begin).data, to.pitch, from.data, from.pitch, row_bytes,
-                            static_cast<size_t>(end - begin), cudaMemcpyDeviceToDevice, g.stream);
-      REQUIRE(error == cudaSuccess, "cudaMemcpy2DAsync failed: ", cudaGetErrorString(error), ".");
-    };
-    copy_out(0, first, buffer_of(g.rank()));
-    copy_out(first, first + own, shard);
-    copy_out(first + own, m, buffer_of(g.rank()).from(first + own));
+    const Rows out{gathered->data_ptr(), pushes.row_bytes()};
+    pushes.copy_rows(kGather, out, buffer, first);
+    pushes.copy_own(kGather, out.from(first), 0, own);
+    pushes.copy_rows(kGather, out.from(first + own), buffer.from(first + own), m - first - own);
   }
 #undef REQUIRE
 }

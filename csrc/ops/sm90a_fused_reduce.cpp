@@ -29,6 +29,8 @@ struct Departure {
   const std::optional<Tensor>& residual;
   tpk::Matrix out;
   const Tensor& send;
+  const Tensors& more_a;
+  const Tensors& more_b;
   bool sends_own = false;  // the sums of own rows go on to other ranks
 };
 
@@ -40,7 +42,7 @@ class Scatter {
     pitch_ = round_up(d.b.size(1), 16 / bytes);
     row_bytes_ = static_cast<size_t>(pitch_ * bytes);
     slot_rows_ = *std::max_element(shard_rows.begin(), shard_rows.end());
-    chunks_ = tpk::protocol::cut_departing(shard_rows, pitch_ * bytes);
+    chunks_ = tpk::protocol::cut_departing(shard_rows, pitch_ * bytes, d.sends_own);
     order_ = tpk::protocol::leaving_order(chunks_, g.rank(), g.world(), d.sends_own);
   }
 
@@ -106,6 +108,7 @@ class Scatter {
     call_.element = tpk::ops::element_of(d_.op, d_.a);
     call_.a = matrix_of(d_.a);
     call_.b = matrix_of(d_.b);
+    tpk::ops::set_more(d_.op, call_, d_.a, d_.more_a, d_.more_b);
     call_.out = d_.out;
     if (d_.bias) call_.bias = matrix_of(*d_.bias);
     if (d_.residual && own > 0) call_.residual = matrix_of(*d_.residual);
@@ -167,13 +170,13 @@ void fused_matmul_reduce_scatter(const Tensor& a, const Tensor& b, const std::op
                                  const std::vector<int64_t>& shard_rows, int64_t rank,
                                  const std::vector<int64_t>& addresses, double timeout_s,
                                  const std::string& schedule, const std::string& tile,
-                                 int64_t multiprocessors) {
+                                 int64_t multiprocessors, const Tensors& more_a, const Tensors& more_b) {
   TPK_REQUIRE(a.is_cuda() && a.dim() == 2 && b.dim() == 2, kReduce,
               ": a and b must be CUDA tensors [M, K] and [K, N].");
   const auto device = a.get_device_index();
   const DeviceGuard guard(device);
   const Group g = group_of(kReduce, shard_rows, rank, addresses, timeout_s, device);
-  const Departure departure{kReduce, a, b, bias, residual, matrix_of(out), send};
+  const Departure departure{kReduce, a, b, bias, residual, matrix_of(out), send, more_a, more_b};
   Scatter scatter(departure, g, shard_rows);
   check_matrix(kReduce, "out", out, g.rows_of(g.rank()), scatter.pitch());
   TPK_REQUIRE(out.is_contiguous(), kReduce, ": out must be contiguous.");
@@ -192,7 +195,8 @@ void fused_matmul_all_reduce(const Tensor& a, const Tensor& b, const std::option
                              const std::optional<Tensor>& residual, const Tensor& out, const Tensor& send,
                              const std::vector<int64_t>& shard_rows, int64_t rank,
                              const std::vector<int64_t>& addresses, double timeout_s,
-                             const std::string& schedule, const std::string& tile, int64_t multiprocessors) {
+                             const std::string& schedule, const std::string& tile, int64_t multiprocessors,
+                             const Tensors& more_a, const Tensors& more_b) {
   TPK_REQUIRE(a.is_cuda() && a.dim() == 2 && b.dim() == 2, kAllReduce,
               ": a and b must be CUDA tensors [M, K] and [K, N].");
   const auto device = a.get_device_index();
@@ -202,7 +206,7 @@ void fused_matmul_all_reduce(const Tensor& a, const Tensor& b, const std::option
   check_matrix(kAllReduce, "out", out, g.total(), n);
   TPK_REQUIRE(out.is_contiguous(), kAllReduce, ": out must be contiguous.");
   const int64_t bytes = tpk::bytes_of(tpk::ops::kind_of(out));
-  Departure departure{kAllReduce, a, b, bias, residual, matrix_of(out), send, true};
+  Departure departure{kAllReduce, a, b, bias, residual, matrix_of(out), send, more_a, more_b, true};
   Scatter scatter(departure, g, shard_rows);
   const auto row_bytes = static_cast<size_t>(n * bytes);
   const Rows results = scatter.results(g.rank());

@@ -34,6 +34,7 @@ void fused_warm_up(int64_t device, int64_t rank, const std::vector<int64_t>& add
                 ".");
   }
   (void)tpk::sm90a::DeviceCache::instance().fault();
+  (void)CopyEngine::of(static_cast<int>(device), CopyEngine::Use::kBeneath);
   CopyEngine::Call engine(CopyEngine::of(static_cast<int>(device)), stream);
   uint32_t* const own = Page::at(static_cast<uint64_t>(addresses.at(rank))).words + kScratch;
   for (const int64_t address : addresses) {

@@ -56,7 +56,8 @@ void streamk_gemm_hooked(const Tensor& a, const Tensor& b, const Tensor& out, co
                          int64_t slab_k, const std::optional<Tensor>& counters,
                          const std::optional<Tensor>& bells, const std::vector<int64_t>& bell_rows,
                          const std::vector<Tensor>& addends, const std::vector<Tensor>& addend_flags,
-                         const std::optional<Tensor>& addend_epoch, int64_t flag_rows, double timeout_s) {
+                         const std::optional<Tensor>& addend_epoch, int64_t flag_rows, double timeout_s,
+                         const tpk::ops::Tensors& more_a, const tpk::ops::Tensors& more_b) {
   tpk::GemmCall c;
   c.a = batched("a", a);
   c.b = batched("b", b);
@@ -67,6 +68,7 @@ void streamk_gemm_hooked(const Tensor& a, const Tensor& b, const Tensor& out, co
           "b must be [batch, K, N] of the dtype, batch and K of a.");
   REQUIRE(out.size(0) == a.size(0) && out.size(1) == a.size(1) && out.size(2) == b.size(2),
           "out must be [batch, M, N].");
+  tpk::ops::set_more(kOp, c, a, more_a, more_b);
   c.schedule = schedule;
   c.tile = tile;
   c.workers = workers;

@@ -317,19 +317,19 @@ def test_what_the_copy_engine_takes():
     """Views where it can push them, else copies."""
     x = torch.arange(48).view(6, 8)
     for shard in (x, x[:, 3:], x[::2], x[:1].t().t(), x[:, :1], x.new_empty(0, 8)):
-        assert shard.numel() == 0 or fused._pushable(shard).data_ptr() == shard.data_ptr()
+        assert shard.numel() == 0 or fused.pushable(shard).data_ptr() == shard.data_ptr()
     for shard in (x.t(), x[:1].expand(6, 8), x.flatten().as_strided((4, 8), (4, 1)), x[:, ::2]):
-        pushable = fused._pushable(shard)
+        pushable = fused.pushable(shard)
         assert torch.equal(pushable, shard) and pushable.is_contiguous()
-    assert fused._pushable(x.t()[:0]).stride(1) == 1
+    assert fused.pushable(x.t()[:0]).stride(1) == 1
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_rows_and_back(dim):
     x = torch.randn(3, 4, 5, 6)
-    rows = fused._as_rows(x, dim, 60)
+    rows = fused.as_rows(x, dim, 60)
     for i in range(x.shape[dim]):  # index i of the dimension has its rows together
         inner = 60 // x.shape[dim]
         assert torch.equal(rows[i * inner : (i + 1) * inner], x.select(dim, i).reshape(inner, 6))
-    back = fused._from_rows(rows, dim, x.shape[dim], fused._inner(x.shape, dim))
+    back = fused.from_rows(rows, dim, x.shape[dim], fused.inner_shape(x.shape, dim))
     assert torch.equal(back, x) and back.is_contiguous()

@@ -149,9 +149,14 @@ def test_more_work_takes_longer():
             for more in (one._replace(rows=rows), one._replace(n=2 * one.n), one._replace(k=2 * one.k)):
                 after = choice.choose(more, MACHINE)
                 assert after.fused_us >= before.fused_us and after.apart_us >= before.apart_us
-    # Pairs are put side by side by copies.
-    one = Call(SCATTER, (2048,) * 4, 4096, 4096)
-    assert choice.choose(one._replace(pairs=2), MACHINE).fused_us > choice.choose(one, MACHINE).fused_us
+
+
+def test_many_pairs_are_put_side_by_side_by_copies():
+    one, most = Call(SCATTER, (2048,) * 4, 4096, 4096), choice.MOST_PAIRS
+    few, many = (choice.choose(one._replace(pairs=pairs), MACHINE).fused_us for pairs in (most, most + 1))
+    assert many > few == choice.choose(one, MACHINE).fused_us
+    header = Path(__file__).parents[2] / "csrc/kernels/gemm_call.hpp"
+    assert f"kMaxPairs = {most};" in header.read_text()
 
 
 def test_what_travels():

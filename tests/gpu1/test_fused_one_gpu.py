@@ -10,6 +10,7 @@ import fused_behaviour
 import fused_checks
 import fused_gradients
 import fused_graphs
+import fused_pairs
 import fused_small
 import pytest
 import torch
@@ -27,7 +28,13 @@ LIMIT = 4.0  # seconds until a stalled rank is reported
 
 @pytest.mark.parametrize("world, dtype", [(2, BF16), (3, F16), (4, BF16)])
 @pytest.mark.parametrize(
-    "check", [fused_checks.check_gather, fused_checks.check_scatter, fused_checks.check_reference]
+    "check",
+    [
+        fused_checks.check_gather,
+        fused_checks.check_scatter,
+        fused_checks.check_reference,
+        fused_pairs.check_pairs,
+    ],
 )
 def test_values(shared_gpu_ranks, seed, check, world, dtype):
     shared_gpu_ranks.run(on_device, check, FUSED, dtype, seed, world=world)

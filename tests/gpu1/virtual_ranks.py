@@ -80,7 +80,9 @@ class Ranks:
     def reduce(
         self, as_: Sequence[Tensor], bs: Sequence[Tensor], rows: Sequence[int], **options: Any
     ) -> list[Tensor]:
-        """Every rank's rows of the sum of a_i b_i; with op=fused_matmul_all_reduce all of them."""
+        """Every rank's rows of the sum of a_i b_i; with op=fused_matmul_all_reduce all of them. more: of every rank,
+        factors of more products.
+        """
         dtype = options.get("out_dtype", as_[0].dtype)
         m, n = as_[0].shape[0], bs[0].shape[1]
         unit = 16 // dtype.itemsize
@@ -95,11 +97,13 @@ class Ranks:
             None if r is None else widened(r, pitch) for r in options.get("residuals", [None] * self.world)
         ]
 
+        more = options.get("more", [([], [])] * self.world)
+
         def call(rank: int) -> None:
             options.get("op", OPS.fused_matmul_reduce_scatter)(
                 as_[rank], bs[rank], options.get("bias"), residuals[rank], outs[rank], sends[rank], list(rows), rank,
                 self.addresses, self.timeout_s, options.get("schedule", "auto"), options.get("tile", ""),
-                self.multiprocessors,
+                self.multiprocessors, *more[rank],
             )  # fmt: skip
 
         if "op" in options:  # an owner's copies wait for its sums, hence for other ranks' copies

@@ -9,6 +9,7 @@ import fused_behaviour
 import fused_checks
 import fused_gradients
 import fused_graphs
+import fused_pairs
 import fused_small
 import pytest
 import torch
@@ -46,6 +47,7 @@ pytestmark = [pytest.mark.gpun, pytest.mark.skipif(bool(_why_not()), reason=_why
         fused_checks.check_large,
         fused_checks.check_reference,
         fused_gradients.check_gradients,
+        fused_pairs.check_pairs,
     ],
 )
 def test_values(gpu_ranks, seed, check, dtype, world):

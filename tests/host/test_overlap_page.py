@@ -116,7 +116,11 @@ def test_who_writes_which_word(page: str) -> None:
     }.items():
         text = epilogue.partition(part)[2]
         assert [text.index(step) for step in steps] == sorted(text.index(step) for step in steps), part
-    assert sync.index("peer_consumed") < sync.index("advance_epoch") and "publish_consumed" in sync
+    steps = ["publish_entered", "peer_entered", "*mine.arrived(c) = epoch", "advance_epoch"]
+    assert [sync.index(step) for step in steps] == sorted(sync.index(step) for step in steps)
+    assert "*mine.ticket() = 0" in source("csrc/host/protocol.hpp").partition("void advance_epoch")[2]
+    ticket = flags.partition("u32 take_ticket(")[2].partition("}")[0]
+    assert "atom.relaxed.gpu.global" in ticket and "`atom.relaxed.gpu`" in page
     for name, wait in (("loader", "void wait_for_chunks"), ("owner", "void wait_for_peers")):
         text = source(f"csrc/kernels/sm90a/{name}.cuh").partition(wait)[2]
         assert text.index("wait_or_fail<comm::Scope::kSys>") < text.index("fence_async_proxy()")
@@ -124,16 +128,23 @@ def test_who_writes_which_word(page: str) -> None:
 
 def test_calls_are_enqueued_in_the_order_of_the_page() -> None:
     gather = source("csrc/ops/sm90a_fused_gather.cpp")
-    order = ["enter_function", "CopyEngine::Call engine(", "keep(0, own)", "engine.raise(g.mine()", "push_gather(",
-             "run_hopper(", "engine.join()", "copy_out(0", "leave_function"]  # fmt: skip
+    order = ["enter_function", "CopyEngine::Call engine(", "pushes.enqueue(engine)", "copy_own(kGather, buffer",
+             "run_hopper(", "engine.join()", "copy_rows(kGather, out"]  # fmt: skip
     assert [gather.index(step) for step in order] == sorted(gather.index(step) for step in order)
+    own = source("csrc/ops/gather_pushes.hpp").partition("void copy_rows(")[2]
+    assert "g_.stream)" in own, "own rows are copied on the caller's stream"
     reduce = source("csrc/ops/sm90a_fused_reduce.cpp")
     run = reduce.partition("void run(")[2]
     assert run.index("run_hopper(") < run.index("push_scatter(")
-    for call in ("kReduce", "kAllReduce"):
-        steps = [f"launch_sync({call}, tpk::sm90a::enter", f"launch_sync({call}, tpk::sm90a::leave"]
-        body = reduce[reduce.index(steps[0]) : reduce.index(steps[1])]
-        assert body.index("scatter.run(engine)") < body.index("engine.join()")
+    for call, collects in (("kReduce", False), ("kAllReduce", True)):
+        body = reduce.partition(f"launch_sync({call}, tpk::sm90a::enter")[2].partition("engine.join()")[0]
+        assert "scatter.run(engine)" in body
+        assert ("collect_function" in body.partition("scatter.run(engine)")[2]) is collects
+    gathers, scatters = (
+        source("csrc/host/pushes.hpp").partition("void push_gather(")[2].split("bool push_scatter(")
+    )
+    assert "engine.change_stream()" in scatters, "a scatter's chunks take the two copy streams in turn"
+    assert "engine.change_stream()" not in gathers, "a gather's chunks take one"
 
 
 def test_files_and_links_exist(page: str) -> None:
@@ -188,18 +199,22 @@ def test_order_of_a_scatter(maker: Any) -> None:
 
 
 def test_timelines_keep_to_the_waits(maker: Any) -> None:
-    for steps in (maker.gather_timeline(), maker.scatter_timeline()):
+    for steps, in_turn in ((maker.gather_timeline(), False), (maker.scatter_timeline(), True)):
+        told = max(s.end for s in steps if s.what == "enter")
         for rank in range(maker.WORLD):
-            for lane in ("main", "copy"):
+            for lane in maker.LANES:
                 mine = sorted((s.begin, s.end) for s in steps if (s.rank, s.lane) == (rank, lane))
                 assert all(a[1] <= b[0] for a, b in pairwise(mine)), "one thing at a time"
             of = {
-                what: [s for s in steps if s.rank == rank and s.what == what]
-                for what in ("enter", "leave", "push")
+                what: sorted((s for s in steps if s.rank == rank and s.what == what), key=lambda s: s.begin)
+                for what in ("enter", "push", "product", "own")
             }
-            assert of["enter"][0].begin >= max(maker.LEFT[p] for p in range(maker.WORLD) if p != rank)
-            assert of["leave"][0].begin >= max(s.end for s in of["push"]), "leave after join"
+            assert of["enter"][0].begin == maker.CALLED[rank]
+            assert all(s.begin >= told for what in ("push", "product", "own") for s in of[what]), "a barrier"
+            assert all(s.end <= of["product"][0].begin for s in of["own"]), "own rows are copied in front"
             assert len(of["push"]) == maker.WORLD - 1
+            for a, b in pairwise(of["push"]):
+                assert (a.lane != b.lane) is in_turn and a.end <= b.begin
     for step in maker.gather_timeline():
         if step.what == "product" and step.of != step.rank:
             pushes = [
@@ -291,6 +306,8 @@ def test_names_of_the_text_exist(page: str) -> None:
         "wait_for_peers": "csrc/kernels/sm90a/owner.cuh",
         "run_ringer": "csrc/kernels/sm90a/epilogue.cuh",
         "tiles_apart": "csrc/kernels/sm90a/plan.hpp",
+        "start_turn": "csrc/kernels/sm90a/plan.hpp",
+        "leaving_order": "csrc/ops/sm90a_fused_reduce.cpp",
         "place_tiles": "csrc/kernels/sm90a/placement.hpp",
         "make_arrival_order": "csrc/host/shards.hpp",
         "fused_warm_up": "csrc/ops/schemas.cpp",
@@ -298,6 +315,7 @@ def test_names_of_the_text_exist(page: str) -> None:
         "Patience": "csrc/comm/flags.cuh",
         "TPK_COMM_TIMEOUT_S": "tpkernels/comm/faults.py",
         "TPK_SYMMETRIC_BACKEND": "tpkernels/comm/symmetric.py",
+        "TPK_TRANSPORT": "tpkernels/comm/nvshmem.py",
         "CommTimeoutError": "tpkernels/errors.py",
     }.items():
         assert f"`{name}`" in page and name in source(path), name

@@ -122,8 +122,8 @@ def test_own_tiles_in_a_turn_of_their_own_need_no_worker_resident(
     for s, o, first in zip(late, orders, first_own, strict=True):
         segments = [s.segments(t) for t in range(s.tickets)]
         assert sum(x.k_end - x.k_begin for some in segments for x in some) == len(o) * s.k_iters
-        mine = [any(x.position >= first for x in some) for some in segments]
-        assert mine == sorted(mine), "an own tile has a ticket before one of another rank's"
+        owned = [x.position >= first for some in segments for x in some]  # by ticket
+        assert owned == sorted(owned), "an own tile has a ticket before one of another rank's"
     programs = [_host.RankProgram(s, o) for s, o in zip(late, orders, strict=True)]
     report = _host.simulate_progress(
         programs, tile=TILE, shard_sizes=sizes, resident=resident, owner_waits="tile"

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 
 import torch
-import torch.distributed as dist
 from auto_fakes import BF16, OPS, capturing, few_rows_on_gloo, machine_of, on_gloo, operands
 from fused_behaviour import unchecked
 from fused_fakes import forget
@@ -16,7 +15,6 @@ from fused_fakes import forget
 import tpkernels as tpk
 from tpkernels.comm import auto, choice, runtime, small, workspace
 from tpkernels.comm.choice import Quick
-from tpkernels.ops import _groups
 
 
 def _takes_what_pays(ctx):
@@ -148,25 +146,9 @@ def _not_where_it_cannot(ctx):
     forget()
     tpk.calibrate(ctx.group, machine=machine_of(ctx))
     assert "bfloat16 and float16, not float32" in why(x.float(), w.float())
-    fake.only = False  # data-parallel communication may run beside it
-    assert "as fused cannot run: nothing may communicate beside it" in why()
-    tpk.matmul_reduce_scatter(x, w, ctx.group, path="fused")
-    assert tpk.last_path().path == "fused+streamk"
-    fake.only = True
     fake.log.clear()
     assert "not float64" in why(out_dtype=torch.float64)
     assert not any(line.startswith("allocate") for line in fake.log), "nothing was to be fused"
-
-
-def _alone(ctx):
-    group = _groups.resolve(ctx.group_name)
-    real = runtime.Runtime()
-    assert real.alone(group) and real.alone(group._replace(world=dist.get_world_size()))
-    assert not real.alone(group._replace(world=dist.get_world_size() - 1))
-
-
-def test_alone(ranks):
-    ranks.run(on_gloo, _alone, world=ranks.size)
 
 
 def test_not_where_it_cannot(ranks):

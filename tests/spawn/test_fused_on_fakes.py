@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import fused_behaviour
 import fused_checks
 import fused_gradients
+import fused_pairs
 import fused_small
 import op_checks
 import pytest
@@ -29,6 +30,7 @@ PATH = "fused"
         fused_checks.check_scatter,
         fused_checks.check_reference,
         fused_gradients.check_gradients,
+        fused_pairs.check_pairs,
         fused_small.check_all_reduce,
         fused_small.check_few_rows,
     ],

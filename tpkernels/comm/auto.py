@@ -141,11 +141,6 @@ def arises(asked: Asked, rows: Sequence[int], group: Group, device: torch.device
 
 def _missing(asked: Asked, group: Group, device: torch.device) -> str | None:
     """What needs no asking, as it is the same on all ranks."""
-    if not runtime.active.alone(group):
-        return (
-            "nothing may communicate beside it on the same device, as other ranks of this job might; ask for path "
-            "'fused' where they do not"
-        )
     types = runtime.active.device_types
     return conditions.call_missing(device.type, asked.dtype, asked.out_dtype, group.world, types)
 

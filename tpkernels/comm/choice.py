@@ -5,7 +5,7 @@ behind it), between measured sizes. Fused::
 
     max(product, copies) + exposed * min(product, copies) + us + us_per_k * K / 1024
 
-``exposed`` is what does not overlap; the rest is what does not shrink: kernels that enter and leave, the last piece to
+``exposed`` is what does not overlap; the rest is what does not shrink: the kernel that enters, the last piece to
 arrive, and the tile that waits for it, which takes as long as K is. A small call takes a kernel of low latency beside
 the product instead: ``product + us + bytes / rate``.
 
@@ -23,6 +23,7 @@ from tpkernels.errors import ArgumentError
 
 GATHER, SCATTER, SUM = OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 MARGIN = 0.97  # fused is taken where it should need less than this part of the other's time: a prediction is no promise
+MOST_PAIRS = 4  # of factors that a product takes in one go: kMaxPairs of csrc/kernels/gemm_call.hpp
 _FLAT = 256 << 10
 
 Points = tuple[tuple[float, float], ...]
@@ -165,8 +166,8 @@ def fused_us(call: Call, machine: Machine, product: float) -> float:
     o = machine.fused[call.op]
     copies = travelling(call) / o.gbps * 1e-3
     overlapped = max(product, copies) + o.exposed * min(product, copies)
-    joined = 0.0  # several pairs become one, by copies
-    if call.pairs > 1:
+    joined = 0.0  # more pairs become one, by copies; so do those that lie in different ways, which is not told here
+    if call.pairs > MOST_PAIRS:
         joined = 2.0 * call.item * call.k * (sum(call.rows) + call.n) / machine.memory_gbps * 1e-3
     return overlapped + o.us + o.us_per_k * call.k / 1024 + joined
 

@@ -14,6 +14,11 @@ CAPABILITY = (9, 0)
 OVERLAP = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"  # torch's own name
 
 
+def may_share(environ: Mapping[str, str]) -> bool:
+    """Whether ranks may share a GPU."""
+    return environ.get(OVERLAP, "0") == "1"
+
+
 class RankFacts(NamedTuple):
     """What a rank tells the others.
 

@@ -46,13 +46,16 @@ def transfers(
             f"the copy engine pushes each shard to {peers} peers in chunks of rows; a tile of the {sum(rows)} rows "
             "waits for its chunks only"
         )
+    elif asked.op == "matmul_all_reduce":
+        how = (
+            f"chunk by chunk, rows of {peers} peers are computed, and pushed by the copy engine while the next are "
+            "computed; what comes is added when this rank's own chunks are stored, and pushed to all"
+        )
     else:
         how = (
             f"rows of {peers} peers are computed first, and pushed by the copy engine peer by peer while the next are "
             "computed; what comes is added when this rank's own rows are stored"
         )
-        if asked.op == "matmul_all_reduce":
-            how += ", and pushed to all"
     return how if compared else f"{how}; the first call finds out whether all ranks can"
 
 

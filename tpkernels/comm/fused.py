@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 from tpkernels.comm import ranks, runtime, small, workspace
+from tpkernels.comm.choice import MOST_PAIRS
 from tpkernels.comm.faults import Reported, timeout_s
 from tpkernels.ops import _nvtx
 from tpkernels.ops._groups import Group, shard_sizes
-
-_PLAN = ("auto", "", 0)  # schedule, tile and multiprocessors are left to the op
 
 
 def all_gather_matmul(
@@ -42,7 +41,7 @@ def all_gather_matmul(
     None where there is nothing to gather, on any rank. Arguments are checked already.
     """
     device, k = a_shard.device, a_shard.shape[-1]
-    inner = _inner(a_shard.shape, dim)
+    inner = inner_shape(a_shard.shape, dim)
     rows = [size * math.prod(inner) for size in sizes]
     total = sum(rows)
     with Reported("all_gather_matmul", group), runtime.active.on(device):
@@ -53,7 +52,7 @@ def all_gather_matmul(
         space = workspace.ensure(
             group, device, "gather", workspace.gather_bytes(total, k, a_shard.element_size())
         )
-        shard = _pushable(_as_rows(a_shard, dim, rows[group.rank]))
+        shard = pushable(as_rows(a_shard, dim, rows[group.rank]))
         outs, preacts = (
             [a_shard.new_empty(total, b.shape[1], dtype=out_dtype) for b in bs] if wanted else []
             for wanted in (True, want_preact)
@@ -83,10 +82,10 @@ def all_gather_matmul(
                 group.rank,
                 list(space.addresses),
                 timeout,
-                *_PLAN,
+                *_plan(device),
             )
     made = [*outs, *preacts, *([] if gathered is None else [gathered])]
-    return [_from_rows(x, dim, sum(sizes), inner) for x in made]
+    return [from_rows(x, dim, sum(sizes), inner) for x in made]
 
 
 def matmul_reduce_scatter(
@@ -101,14 +100,14 @@ def matmul_reduce_scatter(
     out_dtype: torch.dtype,
 ) -> Tensor:
     """This rank's rows of the sum over ranks of ``sum_i a_i @ b_i``, plus bias and residual. Arguments are checked."""
-    inner = _inner(as_[0].shape, dim)
+    inner = inner_shape(as_[0].shape, dim)
     rows = [size * math.prod(inner) for size in sizes]
     own = rows[group.rank]
-    matrices = [_as_rows(a, dim, sum(rows)) for a in as_]
-    right = None if residual is None else _as_rows(residual, dim, own)
+    matrices = [as_rows(a, dim, sum(rows)) for a in as_]
+    right = None if residual is None else as_rows(residual, dim, own)
     with Reported("matmul_reduce_scatter", group), runtime.active.on(as_[0].device):
         out = _reduced("scatter", group, matrices, bs, bias, right, rows, own, out_dtype)
-    return _from_rows(out, dim, sizes[group.rank], inner)
+    return from_rows(out, dim, sizes[group.rank], inner)
 
 
 def matmul_all_reduce(
@@ -137,12 +136,12 @@ def matmul_all_reduce(
 
 def small_gather(group: Group, a_shard: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
     """All ranks' shards along ``dim``, in one kernel, for products behind it. Arguments are checked already."""
-    inner, k = _inner(a_shard.shape, dim), a_shard.shape[-1]
+    inner, k = inner_shape(a_shard.shape, dim), a_shard.shape[-1]
     rows = [size * math.prod(inner) for size in sizes]
-    shard = _as_rows(a_shard, dim, rows[group.rank]).contiguous()
+    shard = as_rows(a_shard, dim, rows[group.rank]).contiguous()
     out = shard.new_empty(sum(rows), k)
     _small("all_gather_matmul", small.GATHER, group, runtime.active.gather_small, [shard, out, rows])
-    return _from_rows(out, dim, sum(sizes), inner)
+    return from_rows(out, dim, sum(sizes), inner)
 
 
 def small_reduce_scatter(
@@ -157,14 +156,14 @@ def small_reduce_scatter(
 
     Partials are added as they are, in rank order in float32; one rounding. Arguments are checked already.
     """
-    inner, n = _inner(partial.shape, dim), partial.shape[-1]
+    inner, n = inner_shape(partial.shape, dim), partial.shape[-1]
     rows = [size * math.prod(inner) for size in sizes]
-    mine = _as_rows(partial, dim, sum(rows)).contiguous()
-    right = None if residual is None else _as_rows(residual, dim, rows[group.rank]).contiguous()
+    mine = as_rows(partial, dim, sum(rows)).contiguous()
+    right = None if residual is None else as_rows(residual, dim, rows[group.rank]).contiguous()
     out = mine.new_empty(rows[group.rank], n)
     terms = [mine, None if bias is None else bias.contiguous(), right, out, rows]
     _small("matmul_reduce_scatter", small.SCATTER, group, runtime.active.scatter_small, terms)
-    return _from_rows(out, dim, sizes[group.rank], inner)
+    return from_rows(out, dim, sizes[group.rank], inner)
 
 
 def small_all_reduce(
@@ -216,15 +215,15 @@ def _reduced(
     timeout = timeout_s(group, device)
     size = workspace.scatter_bytes if kind == "scatter" else workspace.sum_bytes
     space = workspace.ensure(group, device, kind, size(rows, n, out.element_size()))
-    left, right = _one_product(as_, bs)
+    # Rows of tiles begin where shards do, and TMA starts at multiples of 16 bytes of what is contiguous.
+    lefts, rights = _factors(as_, bs, by_columns=all(end % 8 == 0 for end in accumulate(rows)))
     active = runtime.active
     call = active.scatter if kind == "scatter" else active.all_reduce
     name = "reduce_scatter" if kind == "scatter" else "all_reduce"
     with _nvtx.phase(f"product and {name}", "fused"), active.chained(device):
         call(
-            # Rows of tiles begin where shards do, and TMA starts at multiples of 16 bytes of what is contiguous.
-            _loadable(left, by_columns=all(end % 8 == 0 for end in accumulate(rows))),
-            _loadable(right),
+            lefts[0],
+            rights[0],
             bias,
             None if residual is None else _widened(residual, wide),
             out,
@@ -233,18 +232,38 @@ def _reduced(
             group.rank,
             list(space.addresses),
             timeout,
-            *_PLAN,
+            *_plan(device),
+            lefts[1:],
+            rights[1:],
         )
     return out[:, :n]
 
 
-def _one_product(as_: Sequence[Tensor], bs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Matrices whose product is the sum of all: side by side along K, for now by copies."""
-    if sum(a.shape[1] for a in as_) == 0:  # the others wait for what this rank adds, which is zero
-        return as_[0].new_zeros(as_[0].shape[0], 1), bs[0].new_zeros(1, bs[0].shape[1])
-    if len(as_) == 1:
-        return as_[0], bs[0]
-    return torch.cat(list(as_), dim=1), torch.cat(list(bs), dim=0)
+def _factors(
+    as_: Sequence[Tensor], bs: Sequence[Tensor], *, by_columns: bool
+) -> tuple[list[Tensor], list[Tensor]]:
+    """What the kernel multiplies and sums: pairs with K above 0, or one, side by side along K by copies.
+
+    It takes a few pairs in one go, where all of a kind have the same dimension contiguous.
+    """
+    as_, bs = [a for a in as_ if a.shape[1] > 0] or as_[:1], [b for b in bs if b.shape[0] > 0] or bs[:1]
+    if as_[0].shape[1] == 0:  # the others wait for what this rank adds, which is zero
+        as_, bs = [as_[0].new_zeros(as_[0].shape[0], 1)], [bs[0].new_zeros(1, bs[0].shape[1])]
+    if len(as_) <= MOST_PAIRS:
+        lefts, rights = [_loadable(a, by_columns=by_columns) for a in as_], [_loadable(b) for b in bs]
+        # What lies both ways, since an extent is 1, is loaded along K.
+        if len({_lies(a, 1) for a in lefts}) == len({_lies(b, 0) for b in rights}) == 1:
+            return lefts, rights
+    return [_loadable(torch.cat(list(as_), dim=1), by_columns=by_columns)], [
+        _loadable(torch.cat(list(bs), dim=0))
+    ]
+
+
+def _lies(x: Tensor, inner: int) -> bool:
+    """Whether TMA can take a matrix, from an address that it takes, with the elements of ``inner`` side by side."""
+    outer = 1 - inner
+    whole = x.shape[outer] <= 1 or (x.stride(outer) > 0 and x.stride(outer) % 8 == 0)
+    return whole and (x.shape[inner] <= 1 or x.stride(inner) == 1)
 
 
 def _loadable(x: Tensor, *, by_columns: bool = True) -> Tensor:
@@ -252,12 +271,7 @@ def _loadable(x: Tensor, *, by_columns: bool = True) -> Tensor:
 
     ``by_columns``: columns may be what is contiguous.
     """
-
-    def lies(inner: int, outer: int) -> bool:
-        whole = x.shape[outer] <= 1 or (x.stride(outer) > 0 and x.stride(outer) % 8 == 0)
-        return whole and (x.shape[inner] <= 1 or x.stride(inner) == 1)
-
-    if x.data_ptr() % 16 == 0 and (lies(1, 0) or (by_columns and lies(0, 1))):
+    if x.data_ptr() % 16 == 0 and (_lies(x, 1) or (by_columns and _lies(x, 0))):
         return x
     rows, cols = x.shape
     return x.new_empty(rows, -(-cols // 8) * 8)[:, :cols].copy_(x)
@@ -272,22 +286,27 @@ def _widened(x: Tensor, columns: int) -> Tensor:
     return wide
 
 
-def _inner(shape: Sequence[int], dim: int) -> list[int]:
+def _plan(device: torch.device) -> tuple[str, str, int]:
+    """Schedule, tile and multiprocessors of a product: left to the op."""
+    return "auto", "", runtime.active.multiprocessors(device)
+
+
+def inner_shape(shape: Sequence[int], dim: int) -> list[int]:
     """Dimensions between the one of the shards and the last."""
     return [n for d, n in enumerate(shape[:-1]) if d != dim]
 
 
-def _as_rows(x: Tensor, dim: int, rows: int) -> Tensor:
+def as_rows(x: Tensor, dim: int, rows: int) -> Tensor:
     """A matrix with ``dim`` outermost; a copy only where no view exists."""
     return x.movedim(dim, 0).reshape(rows, x.shape[-1])
 
 
-def _from_rows(x: Tensor, dim: int, size: int, inner: Sequence[int]) -> Tensor:
+def from_rows(x: Tensor, dim: int, size: int, inner: Sequence[int]) -> Tensor:
     """Back, in the layout of a new tensor."""
     return x.reshape(size, *inner, x.shape[1]).movedim(0, dim).contiguous()
 
 
-def _pushable(shard: Tensor) -> Tensor:
+def pushable(shard: Tensor) -> Tensor:
     """As the copy engine takes it: elements of a row side by side, rows that do not overlap."""
     rows, k = shard.shape
     if rows == 0:

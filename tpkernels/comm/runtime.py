@@ -38,20 +38,29 @@ class Runtime:
             for i in range(torch.cuda.device_count())
             if i != mine
         }
-        overlap = os.environ.get(conditions.OVERLAP, "0") == "1"
-        return conditions.RankFacts(_host(), _uuid(mine), reaches, missing or "", overlap)
+        shares = conditions.may_share(os.environ)
+        return conditions.RankFacts(_host(), _uuid(mine), reaches, missing or "", shares)
 
     def card(self, device: torch.device) -> str:
         """Name of the GPU, of which constants of path choice are kept."""
         return torch.cuda.get_device_name(device) if torch.cuda.is_available() else ""
 
     def alone(self, group: Group) -> bool:
-        """Whether the job has no ranks but those of the group: others might communicate beside it."""
+        """Whether the job has no ranks but those of the group."""
         return not dist.is_initialized() or dist.get_world_size() == group.world
 
     def on(self, device: torch.device) -> AbstractContextManager[Any]:
         """Make the device the current one."""
         return torch.cuda.device(device)
+
+    def multiprocessors(self, device: torch.device) -> int:
+        """How many a product may hold while it waits for other ranks; 0: all.
+
+        Half of them where ranks may share a GPU: copies within a GPU are made by multiprocessors.
+        """
+        if not conditions.may_share(os.environ):
+            return 0
+        return torch.cuda.get_device_properties(device).multi_processor_count // 2
 
     def capturing(self) -> bool:
         """Whether the current stream is recorded into a CUDA graph."""
@@ -92,6 +101,12 @@ class Runtime:
 
     def gather(self, *args: Any) -> None:
         torch.ops.tpkernels.fused_all_gather_matmul(*args)
+
+    def begin_gather(self, *args: Any) -> None:
+        torch.ops.tpkernels.fused_gather_begin(*args)
+
+    def end_gather(self, *args: Any) -> None:
+        torch.ops.tpkernels.fused_gather_end(*args)
 
     def scatter(self, *args: Any) -> None:
         torch.ops.tpkernels.fused_matmul_reduce_scatter(*args)

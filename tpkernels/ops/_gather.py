@@ -238,7 +238,9 @@ def _all_gather_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...
     grad_gathered = grads[-1] if ctx.with_gathered else None
     grad_a = None
     if need_a:
-        grad_a = _reduce_scatter_grad(ctx, a_shard, bs, dys, grad_gathered)
+        # Twice differentiated it takes the operations one by one, which have gradients.
+        wants_operand = not again and any(need_bs) and not torch.is_grad_enabled()
+        grad_a = _reduce_scatter_grad(ctx, a_shard, bs, dys, grad_gathered, again if wants_operand else None)
     grad_bs = [
         weight_grad(operand(), dy, b.shape, ctx.path) if need and dy is not None else None
         for need, dy, b in zip(need_bs, dys, bs, strict=True)
@@ -252,24 +254,22 @@ def _reduce_scatter_grad(
     bs: Sequence[Tensor],
     dys: Sequence[Tensor | None],
     grad_gathered: Tensor | None,
+    again: list[Tensor] | None,
 ) -> Tensor | None:
+    """Of the operand; ``again``, if it is wanted, gets the operand gathered beneath."""
     sizes = ctx.sizes
     if sizes is None:  # equal shards; None would mean the same here, but sums need not divide by the world
         sizes = [a_shard.shape[ctx.dim]] * _groups.resolve(ctx.group).world
     present = [(dy, b.t()) for dy, b in zip(dys, bs, strict=True) if dy is not None]
     grad = None
     if present:
-        grad = torch.ops.tpkernels.matmul_reduce_scatter(
-            [dy for dy, _ in present],
-            [w for _, w in present],
-            None,
-            None,
-            ctx.dim,
-            sizes,
-            ctx.group,
-            a_shard.dtype,
-            ctx.path,
-        )
+        left, right = [dy for dy, _ in present], [w for _, w in present]
+        end = (ctx.dim, sizes, ctx.group, a_shard.dtype, ctx.path)
+        if again is not None:
+            grad, whole = torch.ops.tpkernels.matmul_reduce_scatter_and_gather(left, right, a_shard, *end)
+            again.append(whole)
+        else:
+            grad = torch.ops.tpkernels.matmul_reduce_scatter(left, right, None, None, *end)
     if grad_gathered is not None:
         scattered = torch.ops.tpkernels.reduce_scatter(grad_gathered, ctx.dim, sizes, ctx.group)
         grad = scattered if grad is None else grad + scattered

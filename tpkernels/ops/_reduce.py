@@ -17,6 +17,7 @@ residual of matmul_all_reduce. The residual of matmul_reduce_scatter is sharded 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -24,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tpkernels.comm import auto, fused
+from tpkernels.comm import auto, beneath, fused
 from tpkernels.comm.auto import Asked
 from tpkernels.comm.faults import Reported
 from tpkernels.errors import ArgumentError, ShapeError
@@ -159,7 +160,7 @@ def _facts(
     }
 
 
-def _matmul_reduce_scatter(
+def reduce_scatter_over(
     a: list[Tensor],
     b: list[Tensor],
     bias: Tensor | None,
@@ -169,7 +170,10 @@ def _matmul_reduce_scatter(
     group_name: str,
     out_dtype: torch.dtype | None,
     path: str,
-) -> Tensor:
+    shard: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """``tpkernels::matmul_reduce_scatter``, and ``shard`` gathered beneath it where that can be; it has as many rows
+    as the result."""
     group = _groups.resolve(group_name)
 
     def validate() -> _Plan:
@@ -189,20 +193,40 @@ def _matmul_reduce_scatter(
         },
     )
     plan = _settled("matmul_reduce_scatter", plan, a, b)
+    gathered = None
     if plan.way is not None:
         with Reported("matmul_reduce_scatter", group):
             partial = _partial(plan, a, b).to(plan.out_dtype)
             out = fused.small_reduce_scatter(group, partial, bias, residual, plan.dim, plan.sizes)
     elif plan.transport == _paths.FUSED:
-        out = fused.matmul_reduce_scatter(
-            group, a, b, bias, residual, plan.dim, plan.sizes, out_dtype=plan.out_dtype
+        call = functools.partial(
+            fused.matmul_reduce_scatter,
+            group,
+            a,
+            b,
+            bias,
+            residual,
+            plan.dim,
+            plan.sizes,
+            out_dtype=plan.out_dtype,
         )
+        if shard is not None and beneath.fits(group, shard, plan.dim, plan.sizes):
+            with beneath.gathered(group, shard, plan.dim, plan.sizes) as rows:
+                out = call()
+            gathered = beneath.shaped(rows, shard, plan.dim, plan.sizes)
+            _paths.record("all_gather", _paths.FUSED, "none")
+        else:
+            out = call()
     else:
         out = _collectives.reduce_scatter(
             _partial(plan, a, b), plan.dim, plan.sizes, group, plan.out_dtype, bias=bias, residual=residual
         )
     _note("matmul_reduce_scatter", plan, a, b)
-    return out
+    return out, gathered
+
+
+def _matmul_reduce_scatter(*args: Any) -> Tensor:
+    return reduce_scatter_over(*args)[0]
 
 
 def _matmul_reduce_scatter_fake(

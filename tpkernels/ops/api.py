@@ -33,7 +33,15 @@ import torch
 from torch import Tensor
 
 from tpkernels.errors import ArgumentError, DTypeError, TpkError
-from tpkernels.ops import _agreement, _gather, _matmul, _reduce, _region_ops, _replicated  # noqa: F401 - register the ops
+from tpkernels.ops import (  # noqa: F401 - register the ops
+    _agreement,
+    _gather,
+    _matmul,
+    _reduce,
+    _region_ops,
+    _replicated,
+    _scatter_and_gather,
+)
 from tpkernels.ops._arrays import tensor
 from tpkernels.ops._groups import GroupLike, group_name_of
 

@@ -137,8 +137,9 @@ void run(const GemmCall& c, cudaStream_t stream, const Allocator& allocator) {
 
 GemmOutcome run_gemm(const GemmCall& call, void* stream, const Allocator& allocator, char* message,
                      size_t message_bytes) {
-  if (call.hooks != nullptr) {
-    std::snprintf(message, message_bytes, "the portable kernel has no hooks for communication.");
+  if (call.hooks != nullptr || call.num_more > 0) {
+    std::snprintf(message, message_bytes,
+                  "the portable kernel has no hooks for communication, and sums no products.");
     return GemmOutcome::kRefused;
   }
   try {

@@ -16,6 +16,7 @@
 #include "kernels/sm90a/clear.hpp"
 #include "kernels/sm90a/fault.hpp"
 #include "kernels/sm90a/find_kernel.hpp"
+#include "kernels/sm90a/pairs.hpp"
 #include "kernels/sm90a/plan.hpp"
 #include "kernels/sm90a/work.hpp"
 
@@ -124,7 +125,7 @@ class DeviceCache {
   }
 
   LaunchPlan plan(const GemmCall& call, const Demands& demands, const Residency& r) {
-    const Problem& p = call.problem;
+    const Problem p = whole_problem(call);
     const Ranks ranks = ranks_of(call.hooks);
     Key key{p.batch,
             p.m,

@@ -26,9 +26,13 @@ struct Refusal {
   std::string sentence;
 };
 
-struct Operands {
+struct PairView {
   OperandView a;
   OperandView b;
+};
+
+struct Operands : PairView {
+  PairView more[kMaxPairs - 1];
   OperandView gate;
   OperandView own;  // rows of a; no data: none
 };
@@ -41,26 +45,46 @@ OperandView take_operand(const char* name, const std::optional<OperandView>& vie
       "bytes, and an address that is one."};
 }
 
+bool lie_alike(const OperandView& x, const OperandView& y) {
+  return x.major == y.major && x.batch_step == y.batch_step;
+}
+
 Operands read_operands(const GemmCall& c) {
   const Problem& p = c.problem;
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max() - 1024;  // coordinates are 32-bit
   if (p.k == 0) throw Refusal{"K is 0, which leaves nothing to load."};
-  if (p.m > kMost || p.n > kMost || p.k > kMost || p.batch > kMost) {
+  if (p.m > kMost || p.n > kMost || whole_problem(c).k > kMost || p.batch > kMost) {
     throw Refusal{"M, N, K and batch must stay below 2^31 - 1024."};
   }
   Operands o;
-  o.a = take_operand("a", view_operand(c.a, p.batch, p.m, c.a.row_stride, p.k, c.a.col_stride));
-  const auto view_b = [&](const Matrix& m) {
-    return view_operand(m, p.batch, p.n, m.col_stride, p.k, m.row_stride);
+  const auto view_a = [&](const Matrix& m, int64_t k) {
+    return view_operand(m, p.batch, p.m, m.row_stride, k, m.col_stride);
   };
-  o.b = take_operand("b", view_b(c.b));
+  const auto view_b = [&](const Matrix& m, int64_t k) {
+    return view_operand(m, p.batch, p.n, m.col_stride, k, m.row_stride);
+  };
+  o.a = take_operand("a", view_a(c.a, p.k));
+  o.b = take_operand("b", view_b(c.b, p.k));
+  for (int i = 0; i < c.num_more; ++i) {
+    if (c.more[i].k == 0) throw Refusal{"K of a pair is 0, which leaves nothing to load."};
+    o.more[i].a = take_operand("a of another pair", view_a(c.more[i].a, c.more[i].k));
+    o.more[i].b = take_operand("b of another pair", view_b(c.more[i].b, c.more[i].k));
+    if (!lie_alike(o.more[i].a, o.a) || !lie_alike(o.more[i].b, o.b)) {
+      throw Refusal{
+          "all a, and all b, of a sum of products must lie in memory alike: the same dimension contiguous, "
+          "broadcast in all or none."};
+    }
+  }
   if (c.gate.data != nullptr) {
-    o.gate = take_operand("gate", view_b(c.gate));
-    if (o.gate.major != o.b.major || o.gate.batch_step != o.b.batch_step) {
+    if (c.num_more > 0) throw Refusal{"a gated product is no sum of products."};
+    o.gate = take_operand("gate", view_b(c.gate, p.k));
+    if (!lie_alike(o.gate, o.b)) {
       throw Refusal{
           "gate must lie in memory as b does: the same dimension contiguous, broadcast in both or neither."};
     }
   }
+  if (c.hooks != nullptr && c.hooks->arrival.flags != nullptr && c.num_more > 0)
+    throw Refusal{"a product of rows that arrive is no sum of products."};
   if (c.hooks != nullptr && c.hooks->arrival.own.data != nullptr) {
     const ArrivalHook& h = c.hooks->arrival;
     const int64_t rows = h.ranks.row_end[h.ranks.rank] - h.ranks.begin(h.ranks.rank);
@@ -106,13 +130,17 @@ void fill_maps(GemmParams& p, const GemmCall& c, const Operands& o, const GemmPl
   // What is shared is loaded in halves of the rows, or, outer-major, in halves of K.
   const auto half_k = [&](const OperandView& v, bool shared) { return v.major == Major::kOuter && shared; };
   const auto kind = c.element == Element::kBf16 ? ScalarKind::kBf16 : ScalarKind::kFp16;
-  p.map_a = half_k(o.a, share_a) ? encode_tensor_map(o.a.tensor, kind, kChunkOuter, kBK / 2)
-                                 : operand_map(o.a, c.element, tile.bm, share_a);
+  const auto map_a = [&](const OperandView& v) {
+    return half_k(v, share_a) ? encode_tensor_map(v.tensor, kind, kChunkOuter, kBK / 2)
+                              : operand_map(v, c.element, tile.bm, share_a);
+  };
   const auto map_b = [&](const OperandView& v) {
     return half_k(v, share_b) ? encode_tensor_map(v.tensor, kind, kChunkOuter, kBK / 2)
                               : operand_map(v, c.element, tile.bn, share_b || p.gated);
   };
-  p.map_b = map_b(o.b);
+  p.pair_ends = pair_ends(c);
+  p.pairs[0] = {map_a(o.a), map_b(o.b)};
+  for (int i = 0; i < c.num_more; ++i) p.pairs[i + 1] = {map_a(o.more[i].a), map_b(o.more[i].b)};
   if (p.gated) p.map_gate = map_b(o.gate);
   if (o.own.tensor.data != nullptr) {
     const RankRows& ranks = c.hooks->arrival.ranks;
@@ -273,7 +301,7 @@ void launch(const GemmCall& call, cudaStream_t stream, const Allocator& allocato
   const Prepared prepared = prepare(call);
   const GemmPlan& plan = prepared.plan.gemm;
   GemmParams p;
-  p.problem = call.problem;
+  p.problem = whole_problem(call);
   p.gated = call.gate.data != nullptr;
   p.cluster_m = plan.cluster.m;
   p.cluster_n = plan.cluster.n;

@@ -81,11 +81,9 @@ __device__ __forceinline__ void run_loader(const GemmParams& p, SharedStorage<Ti
   uint16_t share_b = 0;  // the column of CTAs
   for (int i = 0; at.columns > 1 && i < at.columns; ++i) share_a |= 1u << (at.m + at.rows * i);
   for (int i = 0; at.rows > 1 && i < at.rows; ++i) share_b |= 1u << (i + at.rows * at.n);
-  const CUtensorMap* first_b = p.gated ? &p.map_gate : &p.map_b;
-  const CUtensorMap* second_b = p.gated ? &p.map_b : nullptr;
   const bool arrives = p.hooks.arrival.flags != nullptr;
-  prefetch_map(&p.map_a);
-  prefetch_map(first_b);
+  prefetch_map(&p.pairs[0].a);
+  prefetch_map(p.gated ? &p.map_gate : &p.pairs[0].b);
   wait_for_earlier_kernels();
   if (p.shares > 0 && at.rank == 0) comm::take_ticket(p.ticket);  // one more cluster has started
   uint64_t seen = 0;                                              // chunks of own rows that came
@@ -97,25 +95,34 @@ __device__ __forceinline__ void run_loader(const GemmParams& p, SharedStorage<Ti
     const int batch_b = item.batch * p.batch_step_b;
     int k = item.k;
     const bool is_own = item.m >= p.own_begin && item.m + Tile::kBM <= p.own_end;
-    const CUtensorMap* map_a = is_own ? &p.map_own : &p.map_a;
     const int row_a = is_own ? item.m - p.own_begin : item.m;
     int next_wait = arrives && !is_own ? k : INT_MAX;
+    const int end = k + item.iters * kBK;
 #pragma unroll 1
-    for (int i = 0; i < item.iters; ++i, k += kBK) {
-      if (k >= next_wait) {
-        const int slab_k = p.hooks.arrival.slab_k;
-        const int slab = slab_k > 0 ? k / slab_k : 0;
-        wait_for_chunks(p, item.m, Tile::kBM, slab);
-        next_wait = slab_k > 0 ? (slab + 1) * slab_k : INT_MAX;
+    while (k < end) {
+      const PairRun run = pair_run(p.pair_ends, k, end);
+      const PairMaps& maps = p.pairs[run.pair];
+      const CUtensorMap* map_a = is_own ? &p.map_own : &maps.a;
+      const CUtensorMap* first_b = p.gated ? &p.map_gate : &maps.b;
+      const CUtensorMap* second_b = p.gated ? &maps.b : nullptr;
+#pragma unroll 1
+      for (; k < run.end; k += kBK) {
+        if (k >= next_wait) {
+          const int slab_k = p.hooks.arrival.slab_k;
+          const int slab = slab_k > 0 ? k / slab_k : 0;
+          wait_for_chunks(p, item.m, Tile::kBM, slab);
+          next_wait = slab_k > 0 ? (slab + 1) * slab_k : INT_MAX;
+        }
+        s.empty_barrier(stage.index).wait(stage.phase ^ 1);
+        LoadBarrier& full = s.full_barrier(stage.index);
+        full.arrive_and_expect_tx(Tile::kStageBytes);
+        auto& to = s.stages[stage.index];
+        OperandLoader<kMajorA, Tile::kBM>::load(map_a, nullptr, full, to.a, row_a, k - run.begin, batch_a,
+                                                at.n, share_a);
+        OperandLoader<kMajorB, Tile::kBN>::load(first_b, second_b, full, to.b, item.n, k - run.begin, batch_b,
+                                                at.m, share_b);
+        stage.advance();
       }
-      s.empty_barrier(stage.index).wait(stage.phase ^ 1);
-      LoadBarrier& full = s.full_barrier(stage.index);
-      full.arrive_and_expect_tx(Tile::kStageBytes);
-      auto& to = s.stages[stage.index];
-      OperandLoader<kMajorA, Tile::kBM>::load(map_a, nullptr, full, to.a, row_a, k, batch_a, at.n, share_a);
-      OperandLoader<kMajorB, Tile::kBN>::load(first_b, second_b, full, to.b, item.n, k, batch_b, at.m,
-                                              share_b);
-      stage.advance();
     }
     if (item.partials() > 0) load_partials<Tile>(p, s, at, item, stage);
     if (item.addends > 0) load_addends<Tile>(p, s, item, stage, seen);

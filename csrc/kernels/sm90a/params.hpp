@@ -10,6 +10,7 @@
 #include "kernels/gemm_hooks.hpp"
 #include "kernels/sm90a/config.hpp"
 #include "kernels/sm90a/fault.hpp"
+#include "kernels/sm90a/pairs.hpp"
 #include "kernels/sm90a/placement.hpp"
 #include "kernels/sm90a/work.hpp"
 
@@ -32,15 +33,20 @@ struct OwnRows {
   int32_t addends = 0;  // that a tile of them is given: of each peer, and the residual
 };
 
+struct PairMaps {
+  CUtensorMap a;
+  CUtensorMap b;
+};
+
 struct GemmParams {
   // Boxes of one stage. Unused ones are zero.
-  CUtensorMap map_a;
-  CUtensorMap map_b;
+  PairMaps pairs[kMaxPairs];
   CUtensorMap map_gate;
   CUtensorMap map_own;       // arrival: A's own rows
   CUtensorMap map_slots;     // departure: what peers send of the own rows, [rank, own rows, N]
   CUtensorMap map_residual;  // departure: [own rows, N]
 
+  PairEnds pair_ends;
   // 0 where a batch stride is 0 (one matrix for all): the map has one batch then.
   int32_t batch_step_a = 1;
   int32_t batch_step_b = 1;
@@ -89,6 +95,6 @@ struct GemmParams {
 };
 
 // Launches carry up to 32,764 bytes since CUDA 12.1, on sm_70 and later.
-static_assert(sizeof(GemmParams) <= 12288, "Kernel parameters should stay small.");
+static_assert(sizeof(GemmParams) <= 13312, "Kernel parameters should stay small.");
 
 }  // namespace tpk::sm90a

@@ -21,6 +21,7 @@ __global__ void __launch_bounds__(kSyncThreads) enter_kernel(const __grid_consta
                   missed.peer);
     }
   }
+  for (int32_t c = p.here_begin + peer; c < p.here_end; c += kSyncThreads) *mine.arrived(c) = epoch;
   __syncwarp();
   if (peer == 0) protocol::advance_epoch(memory, mine, epoch);
 }
@@ -63,9 +64,11 @@ __global__ void __launch_bounds__(kCollectThreads)
       if (owner == p.rank && !c.with_own) continue;
       if (owner != p.rank && threadIdx.x == 0) {
         protocol::Missed missed;
-        if (!protocol::wait_sums(memory, mine, i, owner, epoch, &missed)) {
-          report_late({p.timeout_ns, p.fault}, FaultKind::kResult, owner, i, missed.seen, missed.expected,
-                      owner);
+        const bool here = c.gathered ? protocol::wait_arrived(memory, mine, i, owner, epoch, &missed)
+                                     : protocol::wait_sums(memory, mine, i, owner, epoch, &missed);
+        if (!here) {
+          report_late({p.timeout_ns, p.fault}, c.gathered ? FaultKind::kChunk : FaultKind::kResult,
+                      c.gathered ? i : owner, c.gathered ? 0 : i, missed.seen, missed.expected, owner);
         }
       }
       __syncthreads();

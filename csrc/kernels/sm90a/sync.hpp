@@ -13,6 +13,10 @@ struct SyncParams {
   protocol::Page pages[protocol::kMaxRanks];
   int32_t world = 1;
   int32_t rank = 0;
+  // Chunks [here_begin, here_end) of a gather come from nobody: enter says that they are there. What reads
+  // them stands behind what writes them, on one stream.
+  int32_t here_begin = 0;
+  int32_t here_end = 0;
   uint64_t timeout_ns = 0;
   FaultRecord* fault = nullptr;
 };
@@ -21,14 +25,15 @@ struct SyncParams {
 constexpr int kSyncThreads = 32;
 const void* enter_function();
 
-// Sums that every rank gets: chunk by chunk, as they arrive, from the rank's buffer of results to its output.
+// Rows that every rank gets: chunk by chunk, as they arrive, from the rank's buffer to its output.
 struct CollectParams {
   protocol::ChunkList chunks;
-  const char* results = nullptr;  // [M, pitch bytes]
+  const char* results = nullptr;  // [M, pitch bytes]: sums, or what a gather brings
   int64_t pitch = 0;
   char* out = nullptr;  // [M, row_bytes]
   int64_t row_bytes = 0;
   bool with_own = false;  // the own rows lie in `results`, too
+  bool gathered = false;  // wait for `arrived`, not for `sums`
 };
 
 // Any number of CTAs of kCollectThreads; arguments: SyncParams, CollectParams.
