@@ -1,4 +1,5 @@
-// Ranks of host/protocol.hpp as threads: each has a main stream, a copy engine of two streams and some CTAs.
+// Ranks of host/protocol.hpp as threads: each has a main stream, a copy engine of three streams and some
+// CTAs.
 #pragma once
 
 #include <algorithm>
@@ -21,14 +22,14 @@ class Rank {
         rank_(rank),
         memory_{static_cast<uint64_t>(o_.timeout.count()), o_.mutation == Mutation::kRelaxedStores,
                 o_.mutation == Mutation::kRelaxedLoads},
-        fork_(3 + o_.ctas),
+        fork_(4 + o_.ctas),
         computed_(1 + o_.ctas),
-        joined_(3),
+        joined_(4),
         own_(kMostShardRows),
         out_(kMostShardRows),
         send_(static_cast<size_t>(o_.world) * kMostShardRows) {
     threads_.emplace_back([this] { run_main(); });
-    for (int stream = 0; stream < 2; ++stream) threads_.emplace_back([this, stream] { run_engine(stream); });
+    for (int stream = 0; stream < 3; ++stream) threads_.emplace_back([this, stream] { run_engine(stream); });
     for (int c = 0; c < o_.ctas; ++c) threads_.emplace_back([this, c] { run_cta(c); });
   }
 
@@ -141,7 +142,7 @@ class Rank {
     Missed missed{};
 
     bool mine() const { return current == stream; }
-    void change_stream() { current = 1 - current; }
+    void use(int which) { current = which; }
     void move(int peer, int index, uint32_t* to, const uint32_t* from, int64_t rows) {
       pause(random);
       if (r.mutated(Mutation::kFlagBeforeRows)) {
@@ -193,7 +194,7 @@ class Rank {
     while (true) {
       fork_.arrive_and_wait();
       if (ends_) return;
-      Engine engine{*this, stream, random_of(100 + 2 * index_ + stream)};
+      Engine engine{*this, stream, random_of(100 + 3 * index_ + stream)};
       if (stops(Stop::kPushes)) {
       } else if (call_.kind == Kind::kGather) {
         push_gather(engine, call_.chunks, rank_, o_.world);

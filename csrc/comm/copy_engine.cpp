@@ -40,42 +40,43 @@ void check(CUresult result, const char* call) {
 
 }  // namespace
 
-CopyEngine& CopyEngine::of(int device, Use use) {
+CopyEngine& CopyEngine::of(int device, Purpose purpose) {
   static std::mutex mutex;
-  static std::map<std::pair<int, Use>, std::unique_ptr<CopyEngine>> engines;
+  static std::map<std::pair<int, Purpose>, std::unique_ptr<CopyEngine>> engines;
   const std::lock_guard lock(mutex);
-  std::unique_ptr<CopyEngine>& engine = engines[{device, use}];
-  if (engine == nullptr) engine.reset(new CopyEngine);
+  std::unique_ptr<CopyEngine>& engine = engines[{device, purpose}];
+  if (engine == nullptr) engine.reset(new CopyEngine(purpose == Purpose::kCall ? kStreams : 1));
   return *engine;
 }
 
-CopyEngine::CopyEngine() {
+CopyEngine::CopyEngine(int streams) : streams_(streams) {
   int least = 0;
   int most = 0;
   check(cudaDeviceGetStreamPriorityRange(&least, &most), "cudaDeviceGetStreamPriorityRange");
-  for (cudaStream_t& stream : streams_) {
-    check(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, most), "cudaStreamCreateWithPriority");
-  }
-  for (cudaEvent_t* event : {&forked_, &joined_[0], &joined_[1]}) {
+  const auto make = [](cudaEvent_t* event) {
     check(cudaEventCreateWithFlags(event, cudaEventDisableTiming), "cudaEventCreateWithFlags");
+  };
+  for (Stream& s : streams_) {
+    check(cudaStreamCreateWithPriority(&s.stream, cudaStreamNonBlocking, most),
+          "cudaStreamCreateWithPriority");
+    make(&s.joined);
   }
+  make(&forked_);
 }
 
 CopyEngine::Call::Call(CopyEngine& engine, cudaStream_t main)
     : engine_(engine), lock_(engine.mutex_), main_(main) {
   check(cudaEventRecord(engine_.forked_, main_), "cudaEventRecord");
-  engine_.used_[0] = engine_.used_[1] = false;
-  fork();
+  for (Stream& s : engine_.streams_) s.is_used = false;
+  use(0);
 }
 
-void CopyEngine::Call::fork() {
-  engine_.used_[current_] = true;
-  check(cudaStreamWaitEvent(stream(), engine_.forked_, 0), "cudaStreamWaitEvent");
-}
-
-void CopyEngine::Call::change_stream() {
-  current_ = 1 - current_;
-  if (!engine_.used_[current_]) fork();
+void CopyEngine::Call::use(int stream) {
+  current_ = stream;
+  Stream& s = engine_.streams_.at(stream);
+  if (s.is_used) return;
+  s.is_used = true;
+  check(cudaStreamWaitEvent(s.stream, engine_.forked_, 0), "cudaStreamWaitEvent");
 }
 
 void CopyEngine::Call::join() {
@@ -86,11 +87,11 @@ void CopyEngine::Call::join() {
 void CopyEngine::Call::leave_open() { joined_ = true; }
 
 void CopyEngine::join(cudaStream_t main) {
-  for (int i = 0; i < 2; ++i) {
-    if (!used_[i]) continue;
-    used_[i] = false;
-    check(cudaEventRecord(joined_[i], streams_[i]), "cudaEventRecord");
-    check(cudaStreamWaitEvent(main, joined_[i], 0), "cudaStreamWaitEvent");
+  for (Stream& s : streams_) {
+    if (!s.is_used) continue;
+    s.is_used = false;
+    check(cudaEventRecord(s.joined, s.stream), "cudaEventRecord");
+    check(cudaStreamWaitEvent(main, s.joined, 0), "cudaStreamWaitEvent");
   }
 }
 

@@ -1,6 +1,6 @@
-// The copy engine of a device, driven from two streams of high priority: rows to peers, with a flag behind
+// The copy engine of a device, driven from a few streams of high priority: rows to peers, with a flag behind
 // them, without any multiprocessor. Between a copy and the next one of its stream about 10 us pass, which a
-// copy on the other stream may fill. Everything is enqueued, nothing waits on the host, so calls can be
+// copy on another stream may fill. Everything is enqueued, nothing waits on the host, so calls can be
 // captured.
 #pragma once
 
@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <mutex>
+#include <vector>
 
 #include "comm/transport.hpp"
 
@@ -27,10 +28,11 @@ struct Rows {
 class CopyEngine {
  public:
   // What a call moves while its product runs, or what is on its way beneath that.
-  enum class Use { kCall, kBeneath };
+  enum class Purpose { kCall, kBeneath };
+  static constexpr int kStreams = 3;  // of calls. The fewer, the less stands in one hardware queue
 
   // The one of a device, which is current; made at its first use, which must not be inside a capture.
-  static CopyEngine& of(int device, Use use = Use::kCall);
+  static CopyEngine& of(int device, Purpose purpose = Purpose::kCall);
 
   CopyEngine(const CopyEngine&) = delete;
   CopyEngine& operator=(const CopyEngine&) = delete;
@@ -44,8 +46,8 @@ class CopyEngine {
     Call(const Call&) = delete;
     Call& operator=(const Call&) = delete;
 
-    // What follows is enqueued on the other stream, in no order with what came before.
-    void change_stream();
+    // What follows is enqueued on that stream (at first it is 0), in no order with what others have.
+    void use(int stream);
     // Rows to a peer, and behind them the epoch, as it is then, into its word. By another transport, if one
     // is set.
     void push(Rows to, Rows from, size_t row_bytes, int64_t rows, uint32_t* word, const uint32_t* epoch);
@@ -61,8 +63,7 @@ class CopyEngine {
     void leave_open();
 
    private:
-    cudaStream_t stream() const { return engine_.streams_[current_]; }
-    void fork();
+    cudaStream_t stream() const { return engine_.streams_[current_].stream; }
 
     CopyEngine& engine_;
     std::unique_lock<std::mutex> lock_;
@@ -75,12 +76,15 @@ class CopyEngine {
   void join(cudaStream_t main);
 
  private:
-  CopyEngine();
+  explicit CopyEngine(int streams);
 
-  cudaStream_t streams_[2] = {};
+  struct Stream {
+    cudaStream_t stream = nullptr;
+    cudaEvent_t joined = nullptr;
+    bool is_used = false;  // it is part of the call
+  };
+  std::vector<Stream> streams_;
   cudaEvent_t forked_ = nullptr;
-  cudaEvent_t joined_[2] = {};
-  bool used_[2] = {};  // a stream is part of the call
   std::mutex mutex_;
 };
 

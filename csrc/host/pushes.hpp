@@ -154,8 +154,9 @@ inline int32_t arrived_index(const ChunkList& list, int owner, int sender, int32
 // The pushes of one call, in order. An Engine enqueues them (or does them):
 //   push(peer, chunk, index): rows of the chunk into the peer's buffer (scatter: into my slot there), and
 //     behind them my epoch into its arrived[index]
-//   scatter: change_stream(): what follows goes to the other of two streams. A gather's go to one: two chunks
-//     that share the link both come late, 17 us of 274 on two H200 where the link is what counts
+//   scatter: use(stream): what follows goes to that one. Chunks take 0 and 1 in turn, sums take 2, since who
+//     waits for sums must not keep chunks back. A gather's take one: two chunks that share the link both come
+//     late, 17 us of 274 on two H200 where the link is what counts
 //   scatter: take_bell(chunk) -> bool: from here on the rows of the chunk are there (false ends the call)
 //   sums: send_sums(chunk): own rows of the result into every peer's buffer of results, a flag behind each
 template <class Engine>
@@ -172,10 +173,11 @@ void push_gather(Engine& engine, const ChunkList& chunks, int rank, int world) {
 template <class Engine>
 bool push_scatter(Engine& engine, const ChunkList& chunks, const std::vector<int32_t>& order, int rank,
                   bool sums) {
+  int sent = 0;
   for (const int32_t c : order) {
     const int owner = chunks.owner(c);
     if (owner == rank && !sums) continue;
-    engine.change_stream();
+    engine.use(owner == rank ? 2 : sent++ % 2);
     if (!engine.take_bell(c)) return false;
     if (owner == rank) {
       engine.send_sums(c);

@@ -21,7 +21,7 @@ void fused_gather_begin(const Tensor& a_shard, const std::vector<int64_t>& shard
   const Group g = group_of(kBegin, shard_rows, rank, addresses, timeout_s, device);
   const GatherPushes pushes(kBegin, a_shard, g, shard_rows);
   launch_sync(kBegin, tpk::sm90a::enter_function(), g);
-  CopyEngine::Call engine(CopyEngine::of(device, CopyEngine::Use::kBeneath), g.stream);
+  CopyEngine::Call engine(CopyEngine::of(device, CopyEngine::Purpose::kBeneath), g.stream);
   pushes.enqueue(engine);
   engine.leave_open();
 }
@@ -33,7 +33,7 @@ void fused_gather_end(const Tensor& a_shard, const Tensor& gathered, const std::
   const auto device = a_shard.get_device_index();
   const DeviceGuard guard(device);
   const Group g = group_of(kEnd, shard_rows, rank, addresses, timeout_s, device);
-  CopyEngine::of(device, CopyEngine::Use::kBeneath).join(g.stream);
+  CopyEngine::of(device, CopyEngine::Purpose::kBeneath).join(g.stream);
   const GatherPushes pushes(kEnd, a_shard, g, shard_rows);
   check_matrix(kEnd, "gathered", gathered, g.total(), a_shard.size(1));
   TPK_REQUIRE(gathered.is_contiguous() && gathered.scalar_type() == a_shard.scalar_type(), kEnd,

@@ -129,7 +129,7 @@ class Scatter {
     struct Pushes {
       CopyEngine::Call& engine;
       const Scatter& s;
-      void change_stream() { engine.change_stream(); }
+      void use(int stream) { engine.use(stream); }
       bool take_bell(int32_t chunk) {
         engine.take_bell(s.g_.mine().bell(chunk));
         return true;

@@ -34,7 +34,7 @@ void fused_warm_up(int64_t device, int64_t rank, const std::vector<int64_t>& add
                 ".");
   }
   (void)tpk::sm90a::DeviceCache::instance().fault();
-  (void)CopyEngine::of(static_cast<int>(device), CopyEngine::Use::kBeneath);
+  (void)CopyEngine::of(static_cast<int>(device), CopyEngine::Purpose::kBeneath);
   CopyEngine::Call engine(CopyEngine::of(static_cast<int>(device)), stream);
   uint32_t* const own = Page::at(static_cast<uint64_t>(addresses.at(rank))).words + kScratch;
   for (const int64_t address : addresses) {
@@ -44,8 +44,10 @@ void fused_warm_up(int64_t device, int64_t rank, const std::vector<int64_t>& add
   }
   engine.raise_bell(own);
   engine.take_bell(own);
-  engine.change_stream();
-  engine.raise(own + 1, own);
+  for (int stream = 1; stream < CopyEngine::kStreams; ++stream) {
+    engine.use(stream);
+    engine.raise(own + stream, own);
+  }
   engine.join();
   const cudaError_t error = cudaStreamSynchronize(stream);
   TPK_REQUIRE(error == cudaSuccess, kOp, ": cudaStreamSynchronize failed: ", cudaGetErrorString(error), ".");

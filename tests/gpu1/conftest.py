@@ -12,6 +12,9 @@ import torch
 if TYPE_CHECKING:
     from tpkernels.testing import RankPool
 
+# Streams that share a hardware queue wait for each other: virtual ranks have more streams than there are queues.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+
 _broken_by: list[str] = []
 
 

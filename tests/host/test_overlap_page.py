@@ -143,8 +143,8 @@ def test_calls_are_enqueued_in_the_order_of_the_page() -> None:
     gathers, scatters = (
         source("csrc/host/pushes.hpp").partition("void push_gather(")[2].split("bool push_scatter(")
     )
-    assert "engine.change_stream()" in scatters, "a scatter's chunks take the two copy streams in turn"
-    assert "engine.change_stream()" not in gathers, "a gather's chunks take one"
+    assert "engine.use(owner == rank ? 2 : sent++ % 2)" in scatters, "chunks in turn on two, sums on a third"
+    assert "engine.use(" not in gathers, "a gather's chunks take one"
 
 
 def test_files_and_links_exist(page: str) -> None:
