@@ -111,12 +111,15 @@ inline ChunkList cut_chunks(std::span<const int64_t> shard_rows, int64_t row_byt
 
 // A scatter's chunks: of the result, a row of which has row_bytes. So few of a shard that each sender has its
 // own word for every one. Smaller ones than a gather's, since nothing leaves before all of it is computed;
-// but not where sums go to all: between two chunks there must be enough to compute while they travel.
+// less so where sums go to all, as there must be enough to compute while a chunk travels. All-reduces on two
+// H200: 2048 x 8192 in chunks of 4 MiB takes 254 us, of 8 MiB 234; 1024 x 12288 in two chunks a rank 288, in
+// one 335.
 constexpr int64_t kLeastDepartingBytes = int64_t{4} << 20;
+constexpr int64_t kLeastSumBytes = int64_t{6} << 20;
 inline ChunkList cut_departing(std::span<const int64_t> shard_rows, int64_t row_bytes, bool sums) {
   constexpr int64_t kMost = 4;
   const auto world = max64(1, static_cast<int64_t>(shard_rows.size()));
-  return cut_chunks(shard_rows, row_bytes, sums ? kLeastChunkBytes : kLeastDepartingBytes,
+  return cut_chunks(shard_rows, row_bytes, sums ? kLeastSumBytes : kLeastDepartingBytes,
                     max64(1, min64(kMost, kMaxChunks / world)));
 }
 
