@@ -254,7 +254,7 @@ inline std::vector<int64_t> group_shards(const std::vector<int64_t>& shard_tiles
 
 inline void check_ticket(const Schedule& s, int64_t ticket) {
   if (ticket < 0 || ticket >= s.tickets()) {
-    throw std::invalid_argument("ticket must lie in [0, " + std::to_string(s.tickets()) + "), but it is " +
+    throw std::invalid_argument("worker must lie in [0, " + std::to_string(s.tickets()) + "), but it is " +
                                 std::to_string(ticket) + ".");
   }
 }

@@ -2,7 +2,7 @@
 
 Results of suite ``overlap`` that it was fitted to: bench/results/. H100: no fused operation was measured there since
 the kernels are as they are; those constants are of the H200, the others of the H100 itself. Small gathers and
-reduce-scatters were not measured anywhere yet: their constants (``quick``) are those of the small all-reduce.
+reduce-scatters (``quick``) are of four H200; two have the constants of their small all-reduce.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ MACHINES = (
             ),
         },
         fused={
-            "all_gather_matmul": Overlap(318.6, 0.001, 34, 1.244),
-            "matmul_reduce_scatter": Overlap(238.9, 0.001, 76.89, 0.001008),
-            "matmul_all_reduce": Overlap(253.5, 0.3223, 99.13, 0.001),
+            "all_gather_matmul": Overlap(318.6, 0.001, 34.94, 0.9996),
+            "matmul_reduce_scatter": Overlap(260.7, 0.2411, 25.61, 2.288),
+            "matmul_all_reduce": Overlap(289.8, 0.2479, 76.24, 4.934),
         },
         quick={
-            "all_gather_matmul": Quick(7.585, 290.5, 8388608),
-            "matmul_reduce_scatter": Quick(7.585, 290.5, 16777216),
-            "matmul_all_reduce": Quick(7.585, 290.5, 8388608),
+            "all_gather_matmul": Quick(6.028, 311.9, 8388608),
+            "matmul_reduce_scatter": Quick(5.913, 290.5, 16777216),
+            "matmul_all_reduce": Quick(7.71, 301.8, 8388608),
         },
     ),
     Machine(
@@ -64,42 +64,44 @@ MACHINES = (
             ),
         },
         fused={
-            "all_gather_matmul": Overlap(267.5, 0.06043, 10, 0.001),
-            "matmul_reduce_scatter": Overlap(571.4, 0.5979, 10, 0.001),
-            "matmul_all_reduce": Overlap(318, 0.1949, 80.97, 0.001),
+            "all_gather_matmul": Overlap(282.5, 0.1217, 10, 0.1948),
+            "matmul_reduce_scatter": Overlap(585.5, 0.5979, 10, 1.727),
+            "matmul_all_reduce": Overlap(301.1, 0.2426, 11.56, 14.18),
         },
         quick={
             "all_gather_matmul": Quick(4.978, 250.6, 8388608),
             "matmul_reduce_scatter": Quick(4.978, 250.6, 16777216),
-            "matmul_all_reduce": Quick(4.978, 250.6, 8388608),
+            "matmul_all_reduce": Quick(5.048, 249.2, 8388608),
         },
     ),
     Machine(
-        "NVIDIA H200", 4, tflops=772.6, memory_gbps=4245.0, launch_us=3.778,
+        "NVIDIA H200", 4, tflops=751.8, memory_gbps=4130.0, launch_us=3.676,
         apart={
             "all_gather_matmul": (
-                (1572864, 21.32), (3145728, 38.09), (6291456, 46.32), (18874368, 84.35), (25165824, 108.1),
-                (37748736, 144.58), (50331648, 190.76), (100663296, 352.41), (150994944, 527.17),
+                (786432, 15.42), (1572864, 22.29), (3145728, 37.71), (6291456, 45.63), (12582912, 68.96),
+                (18874368, 83.19), (25165824, 107.25), (37748736, 143.94), (50331648, 189.71), (100663296, 345.63),
+                (150994944, 517.58),
             ),
             "matmul_reduce_scatter": (
-                (1572864, 17.86), (3145728, 35.3), (6291456, 41.12), (18874368, 134.86), (25165824, 106.27),
-                (37748736, 236.41), (50331648, 193.13), (100663296, 473.7), (150994944, 529.36),
+                (786432, 13.1), (1572864, 18.73), (3145728, 34.02), (6291456, 39.1), (12582912, 58.38),
+                (18874368, 81.74), (25165824, 105.46), (37748736, 141.89), (50331648, 191.61), (100663296, 352.84),
+                (150994944, 517.84),
             ),
             "matmul_all_reduce": (
-                (196608, 27.66), (393216, 36.96), (589824, 40.52), (786432, 38.17), (1572864, 46.27),
-                (2359296, 55.92), (3145728, 57.68), (6291456, 84.53), (9437184, 95.07), (37748736, 224.2),
-                (50331648, 281), (75497472, 378.19), (100663296, 505.88), (201326592, 940.4), (301989888, 1367.73),
+                (196608, 11.78), (393216, 12.83), (589824, 13.89), (786432, 15.03), (1572864, 19.31),
+                (2359296, 24.86), (3145728, 27.79), (6291456, 41.43), (9437184, 47.69), (37748736, 134.21),
+                (50331648, 174.69), (75497472, 239.59), (100663296, 323.85), (201326592, 613.88), (301989888, 903.16),
             ),
         },
         fused={
-            "all_gather_matmul": Overlap(318.6, 0.001, 34, 1.244),
-            "matmul_reduce_scatter": Overlap(238.9, 0.001, 76.89, 0.001008),
-            "matmul_all_reduce": Overlap(253.5, 0.3223, 99.13, 0.001),
+            "all_gather_matmul": Overlap(318.6, 0.001, 34.94, 0.9996),
+            "matmul_reduce_scatter": Overlap(260.7, 0.2411, 25.61, 2.288),
+            "matmul_all_reduce": Overlap(289.8, 0.2479, 76.24, 4.934),
         },
         quick={
-            "all_gather_matmul": Quick(7.585, 290.5, 8388608),
-            "matmul_reduce_scatter": Quick(7.585, 290.5, 16777216),
-            "matmul_all_reduce": Quick(7.585, 290.5, 8388608),
+            "all_gather_matmul": Quick(6.028, 311.9, 8388608),
+            "matmul_reduce_scatter": Quick(5.913, 290.5, 16777216),
+            "matmul_all_reduce": Quick(7.71, 301.8, 8388608),
         },
     ),
 )
