@@ -12,8 +12,8 @@ import torch
 if TYPE_CHECKING:
     from tpkernels.testing import RankPool
 
-# Streams that share a hardware queue wait for each other, and virtual ranks have more of them than there are queues. Read
-# when CUDA starts.
+# Streams that share a hardware queue wait for each other, and virtual ranks have more of them than there are queues.
+# Read when CUDA starts.
 for _queues in ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_DEVICE_MAX_COPY_CONNECTIONS"):
     os.environ.setdefault(_queues, "32")
 
