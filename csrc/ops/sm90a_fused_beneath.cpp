@@ -11,7 +11,6 @@ using namespace tpk::ops;
 
 constexpr const char* kBegin = "tpkernels::fused_gather_begin";
 constexpr const char* kEnd = "tpkernels::fused_gather_end";
-constexpr int kCollectCtas = 64;
 
 void fused_gather_begin(const Tensor& a_shard, const std::vector<int64_t>& shard_rows, int64_t rank,
                         const std::vector<int64_t>& addresses, double timeout_s) {
@@ -48,7 +47,8 @@ void fused_gather_end(const Tensor& a_shard, const Tensor& gathered, const std::
                                     static_cast<int64_t>(out.pitch),
                                     false,
                                     true};
-  launch_sync(kEnd, tpk::sm90a::collect_function(), g, &collect, kCollectCtas, tpk::sm90a::kCollectThreads);
+  launch_sync(kEnd, tpk::sm90a::collect_function(), g, &collect, tpk::sm90a::kCollectCtas,
+              tpk::sm90a::kCollectThreads);
 }
 
 }  // namespace

@@ -15,9 +15,6 @@ using tpk::GemmCall;
 using tpk::GemmHooks;
 
 constexpr const char* kAllReduce = "tpkernels::fused_matmul_all_reduce";
-// Enough for the link. No more than the call's multiprocessors: ranks that share a device wait for each
-// other.
-constexpr int64_t kCollectCtas = 64;
 constexpr const char* kReduce = "tpkernels::fused_matmul_reduce_scatter";
 
 // What a product with a departure is given: the sums of own rows go to `out`, [own rows, N rounded up].
@@ -225,7 +222,9 @@ void fused_matmul_all_reduce(const Tensor& a, const Tensor& b, const std::option
                                     static_cast<int64_t>(row_bytes),
                                     !direct};
   launch_sync(kAllReduce, tpk::sm90a::collect_function(), g, &collect,
-              static_cast<int>(multiprocessors > 0 ? std::min(multiprocessors, kCollectCtas) : kCollectCtas),
+              // Ranks that share a device wait for each other: no more than the call's multiprocessors.
+              static_cast<int>(std::min<int64_t>(multiprocessors > 0 ? multiprocessors : INT32_MAX,
+                                                 tpk::sm90a::kCollectCtas)),
               tpk::sm90a::kCollectThreads);
   engine.join();
 }

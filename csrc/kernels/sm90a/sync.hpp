@@ -38,6 +38,7 @@ struct CollectParams {
 
 // Any number of CTAs of kCollectThreads; arguments: SyncParams, CollectParams.
 constexpr int kCollectThreads = 512;
+constexpr int kCollectCtas = 64;  // enough for the link
 const void* collect_function();
 
 }  // namespace tpk::sm90a
