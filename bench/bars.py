@@ -1,6 +1,7 @@
-"""Bars of the gemm suite: the speeds that our kernel is to reach on one H100 or H200. The only place where they stand.
+"""Bars: the speeds that our kernels are to reach on H100 and H200. The only place where they stand.
 
-A ratio is the other's time over ours, so above 1 ours is faster. What ours is compared with:
+Of the gemm suite, :data:`BARS`. A ratio is the other's time over ours, so above 1 ours is faster. What ours is compared
+with:
 
 ``cublas``
     cuBLAS on the same product; with an epilogue, torch's operations one after another.
@@ -10,6 +11,9 @@ A ratio is the other's time over ours, so above 1 ours is faster. What ours is c
     ours with the same product where K is contiguous in both operands (for the other three layouts).
 ``plain``
     ours without the epilogue, with as many columns of the weight in all.
+
+Of the overlap suite, :data:`OVERLAP_BARS`: the time of ours over what the best schedule could take
+(:mod:`bench.schedules`).
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["BARS", "Against", "Bar"]
+__all__ = ["BARS", "COMPUTE_BOUND", "OVERLAP_BARS", "Against", "Bar", "OverlapBar"]
 
 Against = Literal["cublas", "data-parallel", "TN", "plain"]
 
@@ -51,4 +55,25 @@ BARS = (
     Bar("epilogues", "swiglu", "plain", each=_AT_MOST_3_PERCENT),
     Bar("epilogues", "swiglu", "cublas", each=1.1),
     Bar("epilogues", "accumulate", "plain", each=_AT_MOST_3_PERCENT),
+)
+
+
+@dataclass(frozen=True)
+class OverlapBar:
+    """``most``: times the best schedule, what every shape of the set with this operation (AG, RS) may take at most.
+
+    But those that are bound by arithmetic (:data:`COMPUTE_BOUND`): they are compared with the product alone.
+    """
+
+    shape_set: str
+    op: str
+    most: float
+
+
+# Label and rows over all ranks.
+COMPUTE_BOUND = frozenset({("gpt3", 8192), ("llama70b", 8192)})
+
+OVERLAP_BARS = (
+    OverlapBar("measured", "AG", 1.10),
+    OverlapBar("measured", "RS", 1.10),
 )

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TextIO
 
 from ..errors import BenchError
+from ..links import links_of
 from ..records import Results
 from .analysis import by_card
 from .inputs import read_inputs
@@ -85,7 +86,7 @@ def markdown_report(results: Results, traces: Sequence[TraceSummary] = (), *, pa
         for suite in suites_of(rows):
             used = {row.run for row in rows if row.suite == suite}
             parts += [f"## {suite}", f"{provenance([h for h in part.headers if h.run in used])}."]
-            parts += [table.markdown(pad=pad) for table in suite_tables(rows, suite)]
+            parts += [table.markdown(pad=pad) for table in suite_tables(rows, suite, links_of(part))]
     if traces:
         parts.append(trace_table(traces).markdown(heading="##", pad=pad))
     return "\n\n".join(parts) + "\n"

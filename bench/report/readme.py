@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import BenchError
+from ..links import links_of
 from ..records import Results, load
 from .analysis import by_card
 from .provenance import provenance
@@ -108,7 +109,7 @@ def _body(block: Block, path: Path) -> str:
             f"{path}:{block.line}: {', '.join(block.files)} hold results of several cards; name one card's."
         )
     try:
-        tables = select(results.latest(), block.name, block.options)
+        tables = select(results.latest(), block.name, block.options, links_of(results))
     except BenchError as error:
         raise BenchError(f"{path}:{block.line}: {error}") from None
     parts = []

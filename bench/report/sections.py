@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from ..links import links_of
 from ..records import Results, Row
 from . import charts_gemm, charts_link, charts_model, charts_overlap
 from .analysis import group_cases, noise_floor
@@ -94,7 +95,8 @@ def sections(results: Results, prefix: str = "", pictures: Pictures | None = Non
         used = {row.run for row in rows if row.suite == suite}
         origin = provenance([h for h in results.headers if h.run in used])
         parts = [part for part in _PARTS[suite](rows, drawn) if part.shown]
-        found.append(Section(f"{prefix}{suite}", title, intro, origin, parts, suite_tables(rows, suite)))
+        tables = suite_tables(rows, suite, links_of(results))
+        found.append(Section(f"{prefix}{suite}", title, intro, origin, parts, tables))
     return found
 
 

@@ -1,6 +1,7 @@
 """Which tables there are for each suite, and the selection that a README block names: "gemm square bfloat16".
 
-Beside the suites such a name may begin with ``gemm-bars``: the bars of the gemm suite, which of them hold.
+Beside the suites such a name may begin with ``gemm-bars`` or ``overlap-bars``: the bars of the suite, which of them
+hold.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from ..errors import BenchError, check_known
 from ..records import Row
 from .analysis import SUITES
+from .best_schedule import Links
 from .table import Table
 from .tables_bars import bars_tables
 from .tables_epilogues import epilogue_tables
@@ -18,6 +20,7 @@ from .tables_gemm import gemm_tables
 from .tables_link import link_tables
 from .tables_model import layer_tables, train_tables
 from .tables_overlap import overlap_tables
+from .tables_overlap_bars import overlap_bars_tables
 
 __all__ = ["TABLES", "select", "suite_of", "suite_tables", "suites_of"]
 
@@ -26,14 +29,17 @@ def _gemm(rows: Sequence[Row]) -> list[Table]:
     return gemm_tables(rows) + epilogue_tables(rows)
 
 
-TABLES: dict[str, Callable[[Sequence[Row]], list[Table]]] = {
-    "link": link_tables,
-    "gemm": _gemm,
+# Of rows and the constants of links, which the models of some need.
+TABLES: dict[str, Callable[[Sequence[Row], Links], list[Table]]] = {
+    "link": lambda rows, _: link_tables(rows),
+    "gemm": lambda rows, _: _gemm(rows),
     "overlap": overlap_tables,
-    "layer": layer_tables,
-    "train": train_tables,
+    "layer": lambda rows, _: layer_tables(rows),
+    "train": lambda rows, _: train_tables(rows),
+    "gemm-bars": lambda rows, _: bars_tables(rows),
+    "overlap-bars": overlap_bars_tables,
 }
-BARS = "gemm-bars"
+_BARS = {"gemm-bars": "gemm", "overlap-bars": "overlap"}  # of which suite
 _SHORT = {"AG": "all_gather_matmul", "RS": "matmul_reduce_scatter", "AR": "matmul_all_reduce"}
 
 
@@ -43,32 +49,42 @@ def suites_of(rows: Iterable[Row]) -> list[str]:
     return [s for s in SUITES if s in there]
 
 
-def suite_tables(rows: Sequence[Row], suite: str) -> list[Table]:
-    """All tables of one suite, first the bars that were measured; rows of other suites are ignored."""
-    own = [row for row in rows if row.suite == suite]
-    return [*(bars_tables(own, only_bars=True) if suite == "gemm" else ()), *TABLES[suite](own)]
+def suite_tables(rows: Sequence[Row], suite: str, links: Links | None = None) -> list[Table]:
+    """All tables of one suite, first the bars that were measured; rows of other suites are ignored.
+
+    ``links``: of the card that the rows are of (:func:`bench.links.links_of`).
+    """
+    own, known = [row for row in rows if row.suite == suite], links or {}
+    bars = {
+        "gemm": lambda: bars_tables(own, only_bars=True),
+        "overlap": lambda: overlap_bars_tables(own, known),
+    }
+    return [*(bars[suite]() if suite in bars else ()), *TABLES[suite](own, known)]
 
 
 def suite_of(name: str) -> str:
     """The suite whose rows a table is made of that a name picks."""
     first = name.split()[0] if name.split() else ""
-    return "gemm" if first == BARS else first
+    return _BARS.get(first, first)
 
 
-def select(rows: Sequence[Row], name: str, options: Sequence[str] = ()) -> list[Table]:
+def select(
+    rows: Sequence[Row], name: str, options: Sequence[str] = (), links: Links | None = None
+) -> list[Table]:
     """The tables that a name picks.
 
     Args:
         rows: of any suites.
-        name: a suite or "gemm-bars", then any of: a shape set, an operation (AG, RS, AR for short), a dtype, "w4" for
-            a world of 4.
+        name: a suite, "gemm-bars" or "overlap-bars", then any of: a shape set, an operation (AG, RS, AR for short), a
+            dtype, "w4" for a world of 4.
         options: "variants=A,B" keeps these, "cases=PATTERN" those cases whose name matches.
+        links: of the card that the rows are of.
 
     Raises:
         BenchError: a word that fits no row; the sentence lists those that do.
     """
     kind, *words = name.split() or [""]
-    check_known("table", kind, [*SUITES, BARS])
+    check_known("table", kind, [*SUITES, *_BARS])
     suite = suite_of(name)
     kept = [row for row in rows if row.suite == suite]
     if not kept:
@@ -92,7 +108,7 @@ def select(rows: Sequence[Row], name: str, options: Sequence[str] = ()) -> list[
             kept = [row for row in kept if fnmatch.fnmatchcase(row.case, value)]
             if not kept:
                 raise BenchError(f"table {name!r}, cases: no case matches {value!r}.")
-    return bars_tables(kept) if kind == BARS else TABLES[suite](kept)
+    return TABLES[kind](kept, links or {})
 
 
 def _words(row: Row) -> set[str]:

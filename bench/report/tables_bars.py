@@ -18,7 +18,7 @@ from .analysis import Group, Noise, group_cases, noise_floor, within
 from .table import DASH, Cell, Column, Table
 from .tables_gemm import describe_noise, split
 
-__all__ = ["Line", "Ratio", "Verdict", "bars_tables", "bars_text", "lines"]
+__all__ = ["Line", "Ratio", "Verdict", "bars_tables", "bars_text", "lines", "verdict_cell"]
 
 OURS = "streamk"
 DATA_PARALLEL = "streamk:data_parallel"
@@ -133,7 +133,7 @@ def bars_tables(rows: Sequence[Row], *, only_bars: bool = False) -> list[Table]:
                     Cell("wrong", "failed") if worst and worst.lost else _number(worst),
                     Cell(_shape(worst, line)),
                     Cell(_bar_text(line.bar)),
-                    _verdict(line, near=at_the_bar),
+                    verdict_cell(line.verdict, near=at_the_bar),
                 ]
             )
         tables.append(table)
@@ -273,8 +273,8 @@ def _near(line: Line, noise: Noise | None) -> bool:
     return bool(low) and all(within(v, noise) for v in low)
 
 
-def _verdict(line: Line, *, near: bool) -> Cell:
-    verdict = line.verdict
+def verdict_cell(verdict: Verdict, *, near: bool) -> Cell:
+    """``near``: what is missed is within the noise of the bar."""
     if verdict == "":
         return Cell("")
     if verdict == "missed" and near:

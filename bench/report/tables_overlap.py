@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from ..records import Row
 from .analysis import Group, group_cases, noise_floor
+from .best_schedule import Links, best_schedule, describe_best, over_best
 from .table import DASH, Cell, Column, Table, hidden_text, number
 from .tables_gemm import MIXED, describe_never_run, describe_noise, never_run, split, variants_of
 
@@ -23,16 +24,19 @@ def ranks(world: int) -> str:
     return f"{world} rank{'' if world == 1 else 's'}"
 
 
-def overlap_tables(rows: Sequence[Row]) -> list[Table]:
-    """One table for each world, dtype and operation; the noise floor is that of the world and dtype."""
+def overlap_tables(rows: Sequence[Row], links: Links | None = None) -> list[Table]:
+    """One table for each world, dtype and operation; the noise floor is that of the world and dtype.
+
+    ``links``: constants of the card by ranks; without those the best schedule is not told.
+    """
     tables = []
     for part in split(group_cases(rows, "overlap"), lambda g: (g.world, g.dtype)).values():
         for of_op in split(part, lambda g: g.first.op).values():
-            tables.append(_table(of_op, part))
+            tables.append(_table(of_op, part, links or {}))
     return tables
 
 
-def _table(groups: Sequence[Group], same_machine: Sequence[Group]) -> Table:
+def _table(groups: Sequence[Group], same_machine: Sequence[Group], links: Links) -> Table:
     first = groups[0]
     noise = noise_floor(same_machine)
     baseline = next((g.baseline_name for g in groups if g.baseline_name), "baseline")
@@ -45,15 +49,18 @@ def _table(groups: Sequence[Group], same_machine: Sequence[Group]) -> Table:
     columns += [Column(f"{v}, us", ours=True) for v in ours]
     columns += [Column(f"× {baseline}", ours=True), Column("× best peer", ours=True)]
     columns += [Column("exposed, us", ours=True), Column("hidden", ours=True)]
+    columns += [Column("best schedule, us"), Column("ours / best", ours=True)]
     mine = sorted({g.ours.variant for g in groups if g.ours is not None})
     named = "ours (auto)" if mine in ([], ["ours"]) else ", ".join(mine)
+    bests = [best_schedule(group, links) for group in groups]
+    told = f" {describe_best(links[first.world])}" if any(bests) else ""
     caption = (
         f"×: time of {baseline}, or of the fastest peer, / time of {named}. Exposed: t_fused - t_gemm; "
-        f"hidden: 1 - exposed / t_comm. {describe_noise(noise)}{describe_never_run(absent)}"
+        f"hidden: 1 - exposed / t_comm. {describe_noise(noise)}{told}{describe_never_run(absent)}"
     )
     title = f"{OP_TITLES.get(first.first.op, first.first.op)}, {ranks(first.world)}, {first.dtype}"
     table = Table(title, columns, caption=caption)
-    for group in groups:
+    for group, best in zip(groups, bests, strict=True):
         p, row = group.first.params, group.ours
         cells = [
             Cell(group.case),
@@ -69,5 +76,9 @@ def _table(groups: Sequence[Group], same_machine: Sequence[Group]) -> Table:
         cells.append(
             Cell(hidden_text(exposed.hidden), sort=exposed.hidden) if exposed else Cell(DASH, "muted")
         )
+        over = over_best(group, row, links)
+        how = f"{best.schedule}, {best.copies} copies of a shard" if best else ""
+        cells.append(Cell(number(best.us), title=how, sort=best.us) if best else Cell(DASH, "muted"))
+        cells.append(Cell(f"{over:.2f}", title=f"{over:.3f}", sort=over) if over else Cell(DASH, "muted"))
         table.rows.append(cells)
     return table.trimmed()
