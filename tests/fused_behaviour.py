@@ -22,6 +22,7 @@ from fused_checks import FUSED, Call, Case, gather_call, new_group, rows_of_rank
 from op_behaviour import expect
 
 import tpkernels as tpk
+from tpkernels.comm import workspace
 from tpkernels.testing import poison_
 
 Tensor = torch.Tensor
@@ -83,22 +84,42 @@ def first_results(calls: list[Call]) -> list[list[Tensor]]:
     return firsts
 
 
-@overlaps()
-def check_repeats(ctx: Any, path: str, iterations: int, seed: int) -> None:
-    """Calls in random order, late ranks, poisoned results: the same bits as the first time, every time."""
-    calls = mixed_calls(ctx, path, seed)
-    firsts = first_results(calls)
+Made = tuple[Callable[[], list[Tensor]], list[Tensor]]  # a call, and what it gives, to the bit
+
+
+def poison_shared(ctx: Any) -> None:
+    """NaN where peers will write: enqueued in front of a call, and they write once that has begun.
+
+    Not in memory of few rows, which they may write to a call earlier.
+    """
+    for (name, _, kind), space in workspace._spaces.items():
+        if name == ctx.group_name and kind != "small":
+            space.memory[workspace.PAGE_BYTES :].fill_(0xFF)
+
+
+def repeat(ctx: Any, calls: list[Made], iterations: int, seed: int) -> None:
+    """In random order, late ranks, poisoned results and shared memory: the same bits, every time."""
     together, alone = random.Random(seed), random.Random(seed + 1 + ctx.rank)
     wrong = torch.zeros(len(calls), dtype=torch.int64, device=ctx.device)
     with unchecked():
         for _ in range(iterations):
             pick = together.randrange(len(calls))
             delay(ctx, alone)
-            for out, first in zip(calls[pick].run(), firsts[pick], strict=True):
-                wrong[pick] += differs(out, first)
+            if alone.random() < 0.5:
+                poison_shared(ctx)
+            run, wants = calls[pick]
+            for out, want in zip(run(), wants, strict=True):
+                wrong[pick] += differs(out, want)
                 poison_(out)
         synchronize(ctx)
     assert not wrong.any(), f"wrong results of {iterations} calls, by kind: {wrong.tolist()}"
+
+
+@overlaps()
+def check_repeats(ctx: Any, path: str, iterations: int, seed: int) -> None:
+    """Gathers and reduce-scatters that overlap."""
+    calls = mixed_calls(ctx, path, seed)
+    repeat(ctx, [(c.run, f) for c, f in zip(calls, first_results(calls), strict=True)], iterations, seed)
 
 
 @overlaps()

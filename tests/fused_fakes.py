@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from contextlib import nullcontext
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -242,6 +243,8 @@ class FakeRuntime(runtime.Runtime):
         assert room >= group.world * max(shard_rows) * pitch * out.element_size()
         mine = slice(sum(shard_rows[:rank]), sum(shard_rows[: rank + 1]))
         self.pairs.append(1 + len(more_a))
+        if _side_by_side(a, (1, 0)) == 0:  # TMA begins at whole units of 16 bytes
+            assert all(end % 8 == 0 for end in accumulate(shard_rows[:-1])), "a must have K contiguous"
         partial = _sum_of_products([a, *more_a], [b, *more_b])
         sent = _collectives.all_gather(partial.to(out.dtype), 0, [m] * group.world, group)
         total = torch.zeros_like(partial[mine])

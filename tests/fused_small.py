@@ -14,7 +14,7 @@ from typing import Any
 import fused_checks
 import fused_gradients
 import torch
-from fused_behaviour import delay, differs, first_results, mixed_calls, synchronize, unchecked
+from fused_behaviour import Made, delay, differs, first_results, mixed_calls, repeat, unchecked
 from fused_checks import FUSED, laid_out, new_group
 from gemm_checks import Failures, differences, integers, randn
 from op_behaviour import expect
@@ -52,6 +52,9 @@ SUMS = [
     Sum((4,), 24, k=0, bias=True),
     Sum((300,), 1000, k=72, residual=True),
 ]
+
+
+LAYOUTS = ["rows", "cols", "rows_odd", "cols_odd", "strided"]  # of operands: gemm_checks.embed
 
 
 @contextmanager
@@ -129,14 +132,16 @@ def sum_call(
 
 
 def check_all_reduce(ctx: Any, path: str, dtype: torch.dtype, seed: int) -> None:
-    """Every way, on every size: bitwise the rank-ordered sum of partials. By two steps: exact sums."""
+    """Every way, on every size: bitwise the rank-ordered sum of partials. By two steps: exact sums, in each layout."""
     generator = torch.Generator(ctx.device).manual_seed(seed)  # the same data on every rank
     with Failures() as failures:
         for case in SUMS:
-            for way in (*small.SUM_WAYS, None, "usual"):
-                with failures.case(f"{way}, {case}"):
-                    exact = way is None
-                    call = sum_call(ctx, path, dtype, case, generator, "rows_odd" if exact else "")
+            for way, layout in (
+                *((way, "") for way in (*small.SUM_WAYS, "usual")),
+                *((None, x) for x in LAYOUTS),
+            ):
+                with failures.case(f"{way}, {layout} {case}"):
+                    call = sum_call(ctx, path, dtype, case, generator, layout)
                     if way == small.PACKETS and 2 * ctx.world * (call.want.nbytes + 128) > small.PACKET_BYTES:
                         continue  # there is no room for so many
                     if way == "usual":
@@ -207,9 +212,6 @@ def check_sums_are_in_order(ctx: Any, path: str, seed: int) -> None:
         assert not different, different
 
 
-Made = tuple[Callable[[], list[Tensor]], list[Tensor]]  # a call, and what it gives, to the bit
-
-
 def _several(ctx: Any, path: str, seed: int) -> list[Made]:
     """Sums of every way, gathers and reduce-scatters, each with two sets of data."""
     generator = torch.Generator(ctx.device).manual_seed(seed)
@@ -223,19 +225,21 @@ def _several(ctx: Any, path: str, seed: int) -> list[Made]:
 
 def check_repeats(ctx: Any, path: str, iterations: int, seed: int) -> None:
     """Sizes in random order, late ranks, poisoned results: always the same bits."""
-    calls = _several(ctx, path, seed)
-    together, alone = random.Random(seed), random.Random(seed + 1 + ctx.rank)
-    wrong = torch.zeros(len(calls), dtype=torch.int64, device=ctx.device)
-    with unchecked():
-        for _ in range(iterations):
-            pick = together.randrange(len(calls))
-            delay(ctx, alone)
-            run, wants = calls[pick]
-            for out, want in zip(run(), wants, strict=True):
-                wrong[pick] += differs(out, want)
-                poison_(out)
-        synchronize(ctx)
-    assert not wrong.any(), f"wrong results of {iterations} calls, by kind: {wrong.tolist()}"
+    repeat(ctx, _several(ctx, path, seed), iterations, seed)
+
+
+def check_repeats_by_two_steps(ctx: Any, path: str, iterations: int, seed: int) -> None:
+    """Of all-reduces that overlap, also of fewer rows than ranks: sums that their owners send to all."""
+    generator = torch.Generator(ctx.device).manual_seed(seed)
+    some = [
+        Sum((64 * ctx.world + 5,), 333, bias=True),
+        Sum((300,), 1000, k=72, residual=True),
+        Sum((2, 1), 264),
+    ]
+    some.append(Sum((ctx.world, 40), 72, out_dtype=torch.float32))
+    with forced(None):
+        calls = [sum_call(ctx, path, BF16, case, generator, "rows") for case in some for _ in range(2)]
+        repeat(ctx, [(lambda call=call: [call.run()], [call.want]) for call in calls], iterations, seed)
 
 
 def check_graphs(ctx: Any, path: str, replays: int, seed: int) -> None:

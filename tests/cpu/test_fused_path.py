@@ -1,18 +1,18 @@
-"""Path "fused" without a GPU: what calls hand to the ops, and whole checks on fakes of those ops."""
+"""Path "fused" without a GPU: what calls hand to the ops, and memory, refusals and explain() on fakes of those ops.
+
+Values are checked in tests/spawn/test_fused_on_fakes.py.
+"""
 
 from __future__ import annotations
 
 import fused_behaviour
-import fused_checks
-import fused_gradients
-import fused_small
 import pytest
 import torch
 import torch.distributed as dist
 from few_rows import few_rows_overlap, overlaps
 from fused_fakes import FakeRuntime, on_fakes
 from op_behaviour import expect
-from op_checks import check_all_gather_matmul, on_device
+from op_checks import on_device
 
 import tpkernels as tpk
 from tpkernels.comm import fused, ranks, runtime, small, workspace
@@ -23,33 +23,6 @@ FUSED = "fused"
 
 
 # On fakes of the ops, with gloo between ranks
-
-
-@pytest.mark.parametrize("world, dtype", [(2, BF16), (3, F16)])
-@pytest.mark.parametrize(
-    "check", [fused_checks.check_gather, fused_checks.check_scatter, fused_checks.check_reference]
-)
-def test_values(ranks, seed, check, world, dtype):
-    ranks.run(on_fakes, check, FUSED, dtype, seed, world=world, timeout=120)
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_gradients(ranks, seed, world):
-    ranks.run(on_fakes, fused_gradients.check_gradients, FUSED, BF16, seed, world=world, timeout=120)
-
-
-@pytest.mark.parametrize("uneven", [False, True])
-def test_every_dimension_and_option_with_gradients(ranks, uneven):
-    ranks.run(on_fakes, check_all_gather_matmul, BF16, uneven, FUSED, world=3, timeout=120)
-
-
-def test_few_rows(ranks, seed):
-    ranks.run(on_fakes, fused_small.check_few_rows, FUSED, BF16, seed, world=2, timeout=120)
-
-
-def test_groups(ranks, seed):
-    ranks.run(on_fakes, fused_behaviour.check_two_groups, FUSED, 20, seed)
-    ranks.run(on_fakes, _groups_go)
 
 
 @overlaps()
@@ -67,12 +40,8 @@ def _groups_go(ctx):
     assert {name for name, *_ in workspace._spaces} == {ctx.group_name}
 
 
-def test_disagreement(ranks):
-    ranks.run(on_fakes, fused_behaviour.check_disagreement, FUSED, world=3)
-
-
-def test_compiler(ranks):
-    ranks.run(on_fakes, fused_gradients.check_compile, FUSED, "aot_eager", world=2, timeout=120)
+def test_groups_go(ranks):
+    ranks.run(on_fakes, _groups_go)
 
 
 def _opcheck(ctx):

@@ -77,6 +77,7 @@ def test_small_sums_again_and_again(shared_gpu_ranks, seed):
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_repeats(shared_gpu_ranks, seed, world):
     shared_gpu_ranks.run(on_device, fused_behaviour.check_repeats, FUSED, 300, seed, world=world)
+    shared_gpu_ranks.run(on_device, fused_small.check_repeats_by_two_steps, FUSED, 100, seed, world=world)
 
 
 def test_cuda_graphs(shared_gpu_ranks, seed):

@@ -18,15 +18,14 @@ import torch.distributed as dist
 from fused_behaviour import differs, unchecked
 from fused_checks import FUSED, new_group
 from gemm_checks import randn
+from hopper_gpus import COUNT, hopper_gpus
 from op_checks import on_device
 
 import tpkernels as tpk
-from tpkernels import _extensions
 from tpkernels.testing import RankPool, poison_
 
 Tensor = torch.Tensor
 BF16 = torch.bfloat16
-COUNT = torch.cuda.device_count()
 LIMIT = "30"  # seconds until a wait inside a kernel is an error, which says who waits for whom
 NCCL_SIZES = [1 << 10, 3 << 12, 1 << 16, 5 << 17, 1 << 21, 3 << 22, 1 << 24]  # of 4 bytes
 FEW_ROUNDS = 20  # between two moments at which a rank waits for its device
@@ -37,19 +36,7 @@ QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 ENVIRONMENTS = {"usual": QUEUES, "wide": {**QUEUES, "NCCL_MIN_CTAS": "32", "NCCL_MAX_CTAS": "32"}}
 
 
-def _why_not() -> str:
-    if COUNT < 2:
-        return ""  # the marker gpun says so
-    if any(torch.cuda.get_device_capability(i) != (9, 0) for i in range(COUNT)):
-        return "path 'fused' needs compute capability 9.0"
-    return "" if _extensions.is_loaded("_C_sm90a") else "_C_sm90a was not built or not loaded"
-
-
-pytestmark = [
-    pytest.mark.gpun,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(bool(_why_not()), reason=_why_not() or "-"),
-]
+pytestmark = [*hopper_gpus(), pytest.mark.timeout(600)]
 
 
 def _pool(env: dict[str, str]) -> RankPool:

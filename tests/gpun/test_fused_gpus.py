@@ -14,27 +14,16 @@ import fused_small
 import pytest
 import torch
 from fused_checks import FUSED
+from hopper_gpus import COUNT, ENDS, WORLDS, hopper_gpus
 from op_checks import check_all_gather_matmul, on_device
 
-from tpkernels import _extensions
 from tpkernels.testing import RankPool
 
 BF16, F16 = torch.bfloat16, torch.float16
-COUNT = torch.cuda.device_count()
-WORLDS = list(range(2, COUNT + 1)) or [2]
-ENDS = sorted({2, WORLDS[-1]})
 LIMIT = 4.0  # seconds until a stalled rank is reported
 
 
-def _why_not() -> str:
-    if COUNT < 2:
-        return ""  # the marker gpun says so
-    if any(torch.cuda.get_device_capability(i) != (9, 0) for i in range(COUNT)):
-        return "path 'fused' needs compute capability 9.0"
-    return "" if _extensions.is_loaded("_C_sm90a") else "_C_sm90a was not built or not loaded"
-
-
-pytestmark = [pytest.mark.gpun, pytest.mark.skipif(bool(_why_not()), reason=_why_not() or "-")]
+pytestmark = hopper_gpus()
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -83,10 +72,14 @@ def test_huge(gpu_ranks, seed, check, world):
     gpu_ranks.run(on_device, check, FUSED, seed, world=world, timeout=600)
 
 
+REPEATS = [fused_behaviour.check_repeats, fused_small.check_repeats_by_two_steps]
+
+
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("world", ENDS)
-def test_ten_thousand_repeats(gpu_ranks, seed, world):
-    gpu_ranks.run(on_device, fused_behaviour.check_repeats, FUSED, 10_000, seed, world=world, timeout=600)
+@pytest.mark.parametrize("check", REPEATS)
+def test_ten_thousand_repeats(gpu_ranks, seed, check, world):
+    gpu_ranks.run(on_device, check, FUSED, 10_000, seed, world=world, timeout=600)
 
 
 @pytest.mark.parametrize("world", WORLDS)

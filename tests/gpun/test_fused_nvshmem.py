@@ -14,28 +14,17 @@ import fused_small
 import pytest
 import torch
 from fused_checks import FUSED, new_group
+from hopper_gpus import COUNT, hopper_gpus
 from op_checks import check_all_gather_matmul, on_device
 
 import tpkernels as tpk
-from tpkernels import _extensions
 from tpkernels.errors import BackendError
 from tpkernels.testing import RankPool
 
 BF16, F16 = torch.bfloat16, torch.float16
-COUNT = torch.cuda.device_count()
 
 
-def _why_not() -> str:
-    if COUNT < 2:
-        return ""  # the marker gpun says so
-    if any(torch.cuda.get_device_capability(i) != (9, 0) for i in range(COUNT)):
-        return "path 'fused' needs compute capability 9.0"
-    if not _extensions.is_loaded("_C_nvshmem"):
-        return f"_C_nvshmem is not loaded: {_extensions.why_not('_C_nvshmem')}"
-    return ""
-
-
-pytestmark = [pytest.mark.gpun, pytest.mark.skipif(bool(_why_not()), reason=_why_not() or "-")]
+pytestmark = hopper_gpus("_C_nvshmem")
 
 
 @pytest.fixture(scope="module")

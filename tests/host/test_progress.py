@@ -131,6 +131,29 @@ def test_own_tiles_in_a_turn_of_their_own_need_no_worker_resident(
     assert report.finished, report.blocked
 
 
+def test_a_shape_on_which_another_library_hung() -> None:
+    """[8192, 16384] gathered, times [16384, 53248 / 8]; and back, [8192, 53248 / 8] times [53248 / 8, 16384]."""
+    sizes, tile = [1024] * 8, _host.TileShape(128, 256, 64)
+    for resident in (1, 66, 132):
+        for kind in ("stream_k", "data_parallel"):
+            ordered = [_host.make_arrival_order(sizes, rank, 6656, 1, tile) for rank in range(8)]
+            programs = [
+                _host.RankProgram(_host.make_schedule(kind, len(o), 256, shard_tiles=x, workers=132), o)
+                for o, x in ordered
+            ]
+            report = _host.simulate_progress(programs, tile=tile, resident=resident)
+            assert report.finished, report.blocked
+        late = []
+        for rank in range(8):
+            o, x = _host.make_departure_order(sizes, rank, 16384, 1, tile)
+            schedule = _host.make_schedule("data_parallel", len(o), 104, shard_tiles=x, workers=132)
+            late.append(_host.RankProgram(_host.start_turn(schedule, len(o) - x[-1]), o))
+        report = _host.simulate_progress(
+            late, tile=tile, shard_sizes=sizes, resident=resident, owner_waits="tile"
+        )
+        assert report.finished, report.blocked
+
+
 # The simulator must be able to say no.
 
 

@@ -51,6 +51,7 @@ def test_sums_scattered_and_for_all(ranks, uneven):
 
 def test_shapes_that_change(ranks, seed):
     ranks.run(on_fakes, fused_behaviour.check_repeats, PATH, 40, seed, world=3, timeout=200)
+    ranks.run(on_fakes, fused_small.check_repeats_by_two_steps, PATH, 20, seed, world=3, timeout=100)
 
 
 def test_small_sums(ranks, seed):
@@ -77,7 +78,7 @@ def test_groups_that_come_and_go(ranks, seed):
 
 
 def test_disagreement(ranks):
-    ranks.run(on_fakes, fused_behaviour.check_disagreement, PATH, world=2)
+    ranks.run(on_fakes, fused_behaviour.check_disagreement, PATH, world=3)
 
 
 def test_compile(ranks):
