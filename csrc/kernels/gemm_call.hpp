@@ -2,7 +2,7 @@
 // that libraries with different kernels share it and a test can make one by hand.
 //
 //   v   = alpha * (A * B)                          fp32; A * B: the sum of all pairs' products
-//   v  += addends, one after another               see kernels/gemm_hooks.hpp
+//   v   = the sum over ranks                       own rows of a departure: see kernels/gemm_hooks.hpp
 //   v  += bias                                     pre-activation, stored as preact if asked for
 //   v   = activation(v)
 //   v   = activation(alpha * (A * gate)) * v       where there is a gate; bias and preact are refused then,

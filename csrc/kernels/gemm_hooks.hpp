@@ -1,5 +1,5 @@
 // What a product can be tied to while it runs: operand rows that still arrive, results that someone waits
-// for, and buffers that the epilogue adds. A plain product has none of the three. Pure C++.
+// for, and rows whose sum over ranks it ends. A plain product has none of the three. Pure C++.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +8,7 @@
 
 namespace tpk {
 
-constexpr int kMaxChunks = 64;   // blocks of rows that arrive, or leave, together
-constexpr int kMaxAddends = 16;  // peers, and a residual
+constexpr int kMaxChunks = 64;  // blocks of rows that arrive, or leave, together
 constexpr int kMaxRanks = 16;
 
 // Whose rows of M are whose: rank r has [begin(r), row_end[r]).
@@ -83,29 +82,9 @@ struct DoorbellHook {
   uint32_t target[kMaxChunks] = {};  // filled by the launcher
 };
 
-// A buffer that the epilogue adds in fp32, [batch, M, N]; strides in bytes. Its rows [i * flag_rows,
-// (i + 1) * flag_rows) are ready when flags[i] has reached *epoch; flags null: it is ready.
-struct Addend {
-  const void* data = nullptr;
-  int64_t batch_stride = 0;
-  int64_t row_stride = 0;
-  int64_t col_stride = 0;
-  ScalarKind kind = ScalarKind::kBf16;
-  int32_t flag_rows = 1;
-  const uint32_t* flags = nullptr;
-  const uint32_t* epoch = nullptr;
-};
-
-// Added to the product in this order, before bias and activation; the residual comes after.
-struct AddendHook {
-  int32_t count = 0;
-  Addend addends[kMaxAddends];
-};
-
 struct GemmHooks {
   ArrivalHook arrival;
   DoorbellHook doorbell;
-  AddendHook sum;
   DepartureHook departure;
 };
 

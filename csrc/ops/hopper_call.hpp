@@ -4,17 +4,16 @@
 
 #include <cuda_runtime_api.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
-#include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
-#include <exception>
 #include <optional>
 #include <string_view>
 #include <vector>
 
 #include "kernels/sm90a/entry.hpp"
 #include "ops/sentence.hpp"
+#include "ops/workspace.hpp"
 
 namespace tpk::ops {
 
@@ -74,25 +73,6 @@ inline void set_more(std::string_view op, GemmCall& c, const Tensor& a, const Te
   c.num_more = static_cast<int>(count);
 }
 
-// Memory on the current stream. torch may hand it out again there as soon as we return, which is after the
-// kernel in stream order.
-struct HopperWorkspace {
-  const Tensor& like;
-  std::optional<Tensor> memory;
-  std::exception_ptr error;
-
-  static void* allocate(void* context, int64_t bytes) {
-    auto* self = static_cast<HopperWorkspace*>(context);
-    try {
-      self->memory = torch::stable::new_empty(self->like, {bytes}, ScalarType::Byte);
-      return self->memory->data_ptr();
-    } catch (...) {  // must not pass through the kernel's entry
-      self->error = std::current_exception();
-      return nullptr;
-    }
-  }
-};
-
 // On which device the call runs, and on how many multiprocessors (0: all).
 inline void set_device(GemmCall& call, int device, int64_t multiprocessors) {
   int present = 0;
@@ -102,22 +82,21 @@ inline void set_device(GemmCall& call, int device, int64_t multiprocessors) {
       multiprocessors > 0 && multiprocessors < present ? static_cast<int>(multiprocessors) : present;
 }
 
-// See sm90a::find_tile_rows.
-inline int64_t tile_rows(std::string_view op, const GemmCall& call) {
-  int64_t rows = 0;
+// Everything that can go wrong with the call, before other ranks wait for it: checks it, loads its kernel,
+// makes its workspace. Returns the rows of a CTA's tile.
+inline int64_t prepare_hopper(std::string_view op, const GemmCall& call, Workspace& workspace) {
+  sm90a::Needs needs;
   char message[1024] = "";
-  const GemmOutcome outcome = sm90a::find_tile_rows(call, &rows, message, sizeof message);
+  const GemmOutcome outcome = sm90a::find_needs(call, &needs, message, sizeof message);
   TPK_REQUIRE(outcome == GemmOutcome::kDone, op, ": ", static_cast<const char*>(message));
-  return rows;
+  TPK_REQUIRE(workspace.reserve(needs.workspace_bytes), op, ": ", sm90a::no_memory(needs.workspace_bytes));
+  return needs.tile_rows;
 }
 
-// Runs the call on the stream; like: a tensor of the device.
-inline void run_hopper(std::string_view op, const GemmCall& call, const Tensor& like, cudaStream_t stream) {
-  HopperWorkspace workspace{like, std::nullopt, nullptr};
-  const Allocator allocator{&HopperWorkspace::allocate, &workspace};
+// Runs the call on the stream.
+inline void run_hopper(std::string_view op, const GemmCall& call, Workspace& workspace, cudaStream_t stream) {
   char message[1024] = "";
-  const GemmOutcome outcome = sm90a::run_gemm(call, stream, allocator, message, sizeof message);
-  if (workspace.error != nullptr) std::rethrow_exception(workspace.error);
+  const GemmOutcome outcome = sm90a::run_gemm(call, stream, workspace.allocator(), message, sizeof message);
   TPK_REQUIRE(outcome == GemmOutcome::kDone, op, ": ", static_cast<const char*>(message));
 }
 

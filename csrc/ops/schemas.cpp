@@ -63,18 +63,17 @@ STABLE_TORCH_LIBRARY(tpkernels, m) {
       "streamk_gemm(Tensor a, Tensor b, Tensor? bias, Tensor(o!) out, Tensor(p!)? preact, str activation, "
       "bool accumulate, str schedule='auto', int workers=0, int splits=1, str tile='', Tensor? gate=None, "
       "Tensor? residual=None, float alpha=1.0, int multiprocessors=0) -> ()");
-  // A plain product tied to flags, in _C_sm90a: what the fused operations will be made of. Rows of a that
+  // A plain product tied to flags, in _C_sm90a: what the fused operations are made of. Rows of a that
   // arrive in blocks (arrival_rows: their ends; slab_k: in slabs of K too) are not read before their flag has
-  // reached the epoch; blocks of out's rows (bell_rows) set their bell to 1 when they are in memory; addends
-  // are added in fp32, each block of flag_rows rows once its flag has reached the epoch. Words are int32. See
-  // kernels/gemm_hooks.hpp. more_a and more_b: up to three more pairs of factors, whose products are added;
-  // the same dimension is contiguous in all left ones, and in all right ones.
+  // reached the epoch; blocks of out's rows (bell_rows) set their bell to 1 when they are in memory. Words
+  // are int32. See kernels/gemm_hooks.hpp. more_a and more_b: up to three more pairs of factors, whose
+  // products are added; the same dimension is contiguous in all left ones, and in all right ones.
   m.def(
       "streamk_gemm_hooked(Tensor a, Tensor b, Tensor(o!) out, str schedule, int workers, int splits, str "
       "tile, "
       "Tensor? arrival_flags, Tensor? arrival_epoch, int[] arrival_rows, int slab_k, Tensor(c!)? counters, "
-      "Tensor(d!)? bells, int[] bell_rows, Tensor[] addends, Tensor[] addend_flags, Tensor? addend_epoch, "
-      "int flag_rows, float timeout_s, Tensor[]? more_a=None, Tensor[]? more_b=None) -> ()");
+      "Tensor(d!)? bells, int[] bell_rows, float timeout_s, Tensor[]? more_a=None, Tensor[]? more_b=None) -> "
+      "()");
   // One rank's part of a product that is fused with its collective, in _C_sm90a. addresses: of every rank's
   // symmetric memory, a page of words and a buffer (host/protocol.hpp), for a gather of [M, K rounded up to
   // 8], for a reduce-scatter of a slot [most rows of a shard, N'] for each rank, where N' is N rounded up to

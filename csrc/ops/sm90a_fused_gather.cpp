@@ -72,6 +72,7 @@ void fused_all_gather_matmul(const Tensor& a_shard, const std::vector<Tensor>& b
   GemmHooks later = hooks;  // products behind the first find all rows there
   later.arrival.landed = true;
   std::vector<GemmCall> calls(bs.size());
+  std::vector<tpk::ops::Workspace> workspaces(bs.size(), tpk::ops::Workspace(a_shard));
   int64_t head = 0;  // own rows, at the beginning and at the end, of which a tile has rows of others too
   int64_t tail = 0;
   for (size_t i = 0; i < bs.size(); ++i) {
@@ -91,7 +92,7 @@ void fused_all_gather_matmul(const Tensor& a_shard, const std::vector<Tensor>& b
     c.activation = tpk::ops::parse_activation(kGather, activation);
     c.hooks = i == 0 ? &hooks : &later;
     set_plan(c, schedule, tile, multiprocessors, g, device);
-    const int64_t bm = tpk::ops::tile_rows(kGather, c);
+    const int64_t bm = tpk::ops::prepare_hopper(kGather, c, workspaces[i]);
     head = std::max(head, (bm - first % bm) % bm);
     if (first + own < m) tail = std::max(tail, (first + own) % bm);
   }
@@ -109,7 +110,7 @@ void fused_all_gather_matmul(const Tensor& a_shard, const std::vector<Tensor>& b
     pushes.copy_own(kGather, buffer.from(first), 0, head);
     pushes.copy_own(kGather, buffer.from(first), own - tail, own);
   }
-  for (const GemmCall& c : calls) tpk::ops::run_hopper(kGather, c, a_shard, g.stream);
+  for (size_t i = 0; i < calls.size(); ++i) tpk::ops::run_hopper(kGather, calls[i], workspaces[i], g.stream);
   engine.join();
   if (gathered) {
     const Rows out{gathered->data_ptr(), pushes.row_bytes()};

@@ -34,7 +34,8 @@ struct Departure {
 // A partial product sent to the owners of its rows, whose epilogues add what they receive.
 class Scatter {
  public:
-  Scatter(const Departure& d, const Group& g, const std::vector<int64_t>& shard_rows) : d_(d), g_(g) {
+  Scatter(const Departure& d, const Group& g, const std::vector<int64_t>& shard_rows)
+      : d_(d), g_(g), workspace_(d.a) {
     const int64_t bytes = tpk::bytes_of(d.out.kind);
     pitch_ = round_up(d.b.size(1), 16 / bytes);
     row_bytes_ = static_cast<size_t>(pitch_ * bytes);
@@ -117,12 +118,12 @@ class Scatter {
     }
     call_.hooks = &hooks_;
     set_plan(call_, schedule, tile, multiprocessors, g_, device);
-    (void)tpk::ops::tile_rows(d_.op, call_);
+    (void)tpk::ops::prepare_hopper(d_.op, call_, workspace_);
   }
 
   // The product, and behind it, chunk by chunk, what the others own of it, and the sums that go to all.
-  void run(CopyEngine::Call& engine) const {
-    tpk::ops::run_hopper(d_.op, call_, d_.a, g_.stream);
+  void run(CopyEngine::Call& engine) {
+    tpk::ops::run_hopper(d_.op, call_, workspace_, g_.stream);
     struct Pushes {
       CopyEngine::Call& engine;
       const Scatter& s;
@@ -160,6 +161,7 @@ class Scatter {
   std::vector<int32_t> order_;  // of chunks, in time
   GemmHooks hooks_;
   GemmCall call_;
+  Workspace workspace_;
 };
 
 void fused_matmul_reduce_scatter(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias,

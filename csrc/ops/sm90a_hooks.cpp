@@ -55,9 +55,7 @@ void streamk_gemm_hooked(const Tensor& a, const Tensor& b, const Tensor& out, co
                          const std::optional<Tensor>& arrival_epoch, const std::vector<int64_t>& arrival_rows,
                          int64_t slab_k, const std::optional<Tensor>& counters,
                          const std::optional<Tensor>& bells, const std::vector<int64_t>& bell_rows,
-                         const std::vector<Tensor>& addends, const std::vector<Tensor>& addend_flags,
-                         const std::optional<Tensor>& addend_epoch, int64_t flag_rows, double timeout_s,
-                         const tpk::ops::Tensors& more_a, const tpk::ops::Tensors& more_b) {
+                         double timeout_s, const tpk::ops::Tensors& more_a, const tpk::ops::Tensors& more_b) {
   tpk::GemmCall c;
   c.a = batched("a", a);
   c.b = batched("b", b);
@@ -93,32 +91,14 @@ void streamk_gemm_hooked(const Tensor& a, const Tensor& b, const Tensor& out, co
     h.counters = words_of("counters", counters, h.num_chunks);
     h.bells = words_of("bells", bells, h.num_chunks);
   }
-  REQUIRE(addends.size() <= tpk::kMaxAddends, "addends must be at most ", tpk::kMaxAddends, ", but they are ",
-          addends.size(), ".");
-  REQUIRE(addend_flags.empty() || addend_flags.size() == addends.size(),
-          "addend_flags must be as many as addends, or none.");
-  for (size_t i = 0; i < addends.size(); ++i) {
-    const Matrix m = batched("addends", addends[i]);
-    REQUIRE(
-        addends[i].size(0) == a.size(0) && addends[i].size(1) == a.size(1) && addends[i].size(2) == b.size(2),
-        "addends must be [batch, M, N] like out.");
-    tpk::Addend& t = hooks.sum.addends[hooks.sum.count++];
-    const int64_t bytes = tpk::bytes_of(m.kind);
-    t = {m.data, m.batch_stride * bytes, m.row_stride * bytes, m.col_stride * bytes, m.kind, 1, nullptr,
-         nullptr};
-    if (addend_flags.empty()) continue;
-    REQUIRE(flag_rows >= 1, "flag_rows must be at least 1, but it is ", flag_rows, ".");
-    t.flag_rows = static_cast<int32_t>(flag_rows);
-    t.flags = words_of("addend_flags", addend_flags[i], tpk::ceil_div(c.problem.m, flag_rows));
-    t.epoch = words_of("addend_epoch", addend_epoch, 1);
-  }
   c.hooks = &hooks;
   if (out.numel() == 0) return;
 
   const auto device = a.get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);
   tpk::ops::set_device(c, device, 0);
-  tpk::ops::run_hopper(kOp, c, a, tpk::ops::current_stream(kOp, device));
+  tpk::ops::Workspace workspace(a);
+  tpk::ops::run_hopper(kOp, c, workspace, tpk::ops::current_stream(kOp, device));
 }
 
 }  // namespace

@@ -5,12 +5,10 @@
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
 #include <atomic>
-#include <exception>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -20,6 +18,7 @@
 #include "kernels/sm80/entry.hpp"
 #include "ops/gemm_arguments.hpp"
 #include "ops/gpu_tiles.hpp"
+#include "ops/workspace.hpp"
 
 namespace {
 
@@ -95,25 +94,6 @@ GemmCall call_of(const GemmArguments& g) {
   return c;
 }
 
-// Workspace on the current stream. torch may hand it out again there as soon as we return, which is after the
-// kernel in stream order.
-struct Workspace {
-  const Tensor& like;
-  std::optional<Tensor> memory;
-  std::exception_ptr error;
-
-  static void* allocate(void* context, int64_t bytes) {
-    auto* self = static_cast<Workspace*>(context);
-    try {
-      self->memory = torch::stable::new_empty(self->like, {bytes}, ScalarType::Byte);
-      return self->memory->data_ptr();
-    } catch (...) {  // must not pass through a kernel's entry
-      self->error = std::current_exception();
-      return nullptr;
-    }
-  }
-};
-
 // Bound of a wait inside the kernel. Waits are for CTAs that already run, so microseconds are usual.
 uint64_t timeout_ns() {
   static const uint64_t ns = [] { return static_cast<uint64_t>(tpk::ops::timeout_seconds(30.0) * 1e9); }();
@@ -137,14 +117,14 @@ tpk::sm80::DeviceFacts facts_of(int device) {
 }
 
 // The Hopper kernel where there is one and the tile is not another's; the portable kernel where it refuses.
-void run(const GemmCall& c, const tpk::sm80::DeviceFacts& facts, Workspace& workspace) {
+void run(const GemmCall& c, const tpk::sm80::DeviceFacts& facts, tpk::ops::Workspace workspace) {
   const bool names_hopper = tpk::ops::is_hopper_tile(c.tile);
   const GemmEntry hopper = facts.major == 9 && facts.minor == 0 ? hopper_entry.load() : nullptr;
   REQUIRE(!names_hopper || hopper != nullptr, "tile '", c.tile, "' is one of the Hopper kernel, which ",
           facts.major == 9 && facts.minor == 0 ? "was not built or not loaded"
                                                : "runs on compute capability 9.0 only",
           ": take 128x128x32 or 64x64x32, or '' for the cheapest.");
-  const tpk::Allocator allocator{&Workspace::allocate, &workspace};
+  const tpk::Allocator allocator = workspace.allocator();
   void* const stream = current_stream(c.device);
   char message[1024] = "";
   GemmOutcome outcome = GemmOutcome::kRefused;
@@ -156,7 +136,6 @@ void run(const GemmCall& c, const tpk::sm80::DeviceFacts& facts, Workspace& work
   if (outcome == GemmOutcome::kRefused) {
     outcome = tpk::sm80::run_gemm(c, stream, allocator, message, sizeof message);
   }
-  if (workspace.error != nullptr) std::rethrow_exception(workspace.error);
   REQUIRE(outcome == GemmOutcome::kDone, static_cast<const char*>(message));
 }
 
@@ -195,8 +174,7 @@ void streamk_gemm(const Tensor& a, const Tensor& b, const std::optional<Tensor>&
   (void)cudaGetDevice(&current);
   std::optional<torch::stable::accelerator::DeviceGuard> guard;
   if (current != c.device) guard.emplace(c.device);
-  Workspace workspace{a, std::nullopt, nullptr};
-  run(c, facts, workspace);
+  run(c, facts, tpk::ops::Workspace(a));
 }
 
 }  // namespace

@@ -30,6 +30,9 @@ constexpr struct {
     {"publish_us", &sm90a::HopperCost::publish_us},
     {"add_us", &sm90a::HopperCost::add_us},
     {"finish_us", &sm90a::HopperCost::finish_us},
+    {"owner_us", &sm90a::HopperCost::owner_us},
+    {"addend_us", &sm90a::HopperCost::addend_us},
+    {"departing_split_us", &sm90a::HopperCost::departing_split_us},
     {"outer_us", &sm90a::HopperCost::outer_us},
 };
 static_assert(sizeof(sm90a::HopperCost) ==

@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 
 # Streams that share a hardware queue wait for each other, and virtual ranks have more of them than there are queues.
 # Read when CUDA starts.
-for _queues in ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_DEVICE_MAX_COPY_CONNECTIONS"):
-    os.environ.setdefault(_queues, "32")
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 _broken_by: list[str] = []
 

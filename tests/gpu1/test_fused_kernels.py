@@ -6,6 +6,7 @@ tests/gpun.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import subprocess
 import sys
@@ -287,6 +288,41 @@ def test_a_rank_that_does_not_come_is_named(op: str, said: str) -> None:
     )
     assert said in run.stdout, run.stdout + run.stderr
     assert "waited 500 ms" in run.stdout
+
+
+def test_no_memory_for_partials_is_told_before_anyone_waits(generator: torch.Generator) -> None:
+    """Nobody enters: the call can be made again when there is memory."""
+    world, m, n, k = 2, 4096, 4096, 512
+    ranks = Ranks(world, m * k * 2)
+    rows = split(m, world, False)
+    shards = [randn(1, r, k, dtype=torch.bfloat16, generator=generator)[0] for r in rows]
+    b = randn(1, k, n, dtype=torch.bfloat16, generator=generator)[0]
+    out = filled(m, n, dtype=torch.bfloat16)
+    torch.cuda.empty_cache()
+    held = []
+    torch.cuda.set_per_process_memory_fraction(
+        torch.cuda.memory_reserved() / torch.cuda.get_device_properties(0).total_memory
+    )
+    try:
+        with contextlib.suppress(torch.OutOfMemoryError):
+            while len(held) < 4096:
+                held.append(torch.empty(1 << 20, dtype=torch.uint8, device="cuda"))
+        with pytest.raises(
+            RuntimeError, match=r"no memory for a workspace of .* use schedule 'data_parallel'"
+        ):
+            OPS.fused_all_gather_matmul(
+                shards[0], [b], [], [], "none", [out], [], None, rows, 0, ranks.addresses, ranks.timeout_s,
+                "hybrid_aligned", "128x256x64", ranks.multiprocessors,
+            )  # fmt: skip
+    finally:
+        held.clear()
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    torch.cuda.synchronize()
+    assert all(memory[:PAGE].view(torch.int32)[128].item() == 0 for memory in ranks.memory), "someone entered"
+    outs, _ = ranks.gather(shards, [b], schedule="hybrid_aligned", tile="128x256x64")
+    want = torch.cat(shards).double() @ b.double()
+    for of_rank in outs:
+        assert_close_tiles(of_rank[0], want, torch.bfloat16, k=k)
 
 
 def test_bad_calls_are_refused_before_anyone_waits(generator: torch.Generator) -> None:

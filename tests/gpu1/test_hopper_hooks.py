@@ -1,4 +1,4 @@
-"""Hooks of the Hopper kernel (csrc/kernels/gemm_hooks.hpp): arrivals, doorbells, addends; streams play other ranks.
+"""Hooks of the Hopper kernel (csrc/kernels/gemm_hooks.hpp): arrivals and doorbells; streams play other ranks.
 
 The data that a flag announces is written after a delay on another stream, over NaN: a product that reads too early
 shows.
@@ -33,7 +33,6 @@ def hooked(a: Tensor, b: Tensor, out: Tensor, tile: str, schedule: str = "data_p
         a, b, out, schedule, kw.get("workers", 0), kw.get("splits", 1), tile,
         kw.get("arrival_flags"), kw.get("epoch"), kw.get("arrival_rows", []), kw.get("slab_k", 0),
         kw.get("counters"), kw.get("bells"), kw.get("bell_rows", []),
-        kw.get("addends", []), kw.get("addend_flags", []), kw.get("epoch"), kw.get("flag_rows", 1),
         kw.get("timeout_s", 20.0),
     )  # fmt: skip
 
@@ -144,55 +143,18 @@ def test_rows_can_be_taken_when_their_bell_rings(generator: torch.Generator) -> 
     assert torch.equal(taken, out[0, :first])
 
 
-@pytest.mark.parametrize("tile", HOPPER_TILES)
-def test_addends_are_added_once_their_flag_is_up(tile: str, generator: torch.Generator) -> None:
-    m, n, k, flag_rows, epoch = 530, 328, 904, 128, 3
-    a = randn(1, m, k, dtype=torch.bfloat16, generator=generator)
-    b = randn(1, k, n, dtype=torch.bfloat16, generator=generator)
-    parts = [randn(1, m, n, dtype=torch.float32, generator=generator) * 30 for _ in range(7)]
-    values = [p.to(torch.bfloat16) for p in parts[:5]] + [parts[5], parts[6].to(torch.float16)]
-    buffers = [torch.full_like(v, math.nan) for v in values]
-    flags = [words(math.ceil(m / flag_rows), epoch - 1) for _ in values]
-    out = torch.full((1, m, n), math.nan, dtype=torch.float32, device="cuda")
-    hooked(a, b, out, tile, addends=values)  # without flags; and loads the kernel
-    want = a.double() @ b.double() + sum(v.double() for v in values)
-    size = a.double().abs() @ b.double().abs() + sum(v.double().abs() for v in values)
-    torch.cuda.synchronize()
-    assert_close_tiles(out, want, torch.float32, k=k, magnitude=size)
-    again = torch.full_like(out, math.nan)
-    sender, now = torch.cuda.Stream(), words(1, epoch)
-
-    def send() -> None:
-        with torch.cuda.stream(sender):
-            for i in (6, 2, 0, 1, 5, 3, 4):
-                torch.cuda._sleep(50_000)
-                buffers[i].copy_(values[i])
-                flags[i].fill_(epoch)
-
-    send()  # every kernel once before one waits
-    torch.cuda.synchronize()
-    for buffer, flag in zip(buffers, flags, strict=True):
-        buffer.fill_(math.nan)
-        flag.fill_(epoch - 1)
-    torch.cuda.synchronize()
-    hooked(a, b, again, tile, addends=buffers, addend_flags=flags, epoch=now, flag_rows=flag_rows)
-    send()
-    torch.cuda.synchronize()
-    assert torch.equal(out, again), "the order of the sum must not depend on arrival"
-
-
 LATE = """
 import torch, tpkernels
 a = torch.ones(1, 256, 256, dtype=torch.bfloat16, device="cuda"); b = torch.ones_like(a); out = torch.empty_like(a)
 call = torch.ops.tpkernels.streamk_gemm_hooked
 w = lambda v: torch.full((1,), v, dtype=torch.int32, device="cuda")
-call(a, b, out, "data_parallel", 0, 1, "", w(4), w(5), [256], 0, None, None, [], [], [], None, 1, 0.05)
+call(a, b, out, "data_parallel", 0, 1, "", w(4), w(5), [256], 0, None, None, [], 0.05)
 try:
     torch.cuda.synchronize()
 except RuntimeError as error:
     print("stopped")
 try:
-    call(a, b, out, "data_parallel", 0, 1, "", None, None, [], 0, None, None, [], [], [], None, 1, 0.05)
+    call(a, b, out, "data_parallel", 0, 1, "", None, None, [], 0, None, None, [], 0.05)
 except RuntimeError as error:
     print(error)
 """

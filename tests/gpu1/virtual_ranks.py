@@ -44,14 +44,14 @@ class Ranks:
                 call(rank)
         torch.cuda.synchronize()
 
-    def replay(self, call: Callable[[int], None], times: int = 1) -> None:
+    def replay(self, call: Callable[[int], None], times: int = 1, order: Sequence[int] | None = None) -> None:
         """As run, by a CUDA graph of every rank: copies of one call then do not stand behind those of another."""
         graphs = [torch.cuda.CUDAGraph() for _ in range(self.world)]
         for rank, graph in enumerate(graphs):
             with torch.cuda.graph(graph, stream=self.streams[rank]):
                 call(rank)
         for _ in range(times):
-            self.run(lambda rank: graphs[rank].replay())
+            self.run(lambda rank: graphs[rank].replay(), order)
 
     def gather(
         self, shards: Sequence[Tensor], bs: Sequence[Tensor], **options: Any
@@ -74,7 +74,8 @@ class Ranks:
                 self.timeout_s, options.get("schedule", "auto"), options.get("tile", ""), multiprocessors,
             )  # fmt: skip
 
-        self.run(call, options.get("order"))
+        # Ranks share a copy stream: one's copy of its gathered operand would stand in front of another's pushes.
+        self.replay(call, order=options.get("order"))
         return outs, gathered
 
     def reduce(

@@ -121,9 +121,16 @@ def test_who_writes_which_word(page: str) -> None:
     assert "*mine.ticket() = 0" in source("csrc/host/protocol.hpp").partition("void advance_epoch")[2]
     ticket = flags.partition("u32 take_ticket(")[2].partition("}")[0]
     assert "atom.relaxed.gpu.global" in ticket and "`atom.relaxed.gpu`" in page
-    for name, wait in (("loader", "void wait_for_chunks"), ("owner", "void wait_for_peers")):
+    for name, wait, acquires in (
+        ("loader", "void wait_for_chunks", ["wait_or_fail<comm::Scope::kSys>"]),
+        (
+            "owner",
+            "struct PeerRows",
+            ["wait_or_fail<comm::Scope::kSys>", "comm::load_acquire<comm::Scope::kSys>"],
+        ),
+    ):
         text = source(f"csrc/kernels/sm90a/{name}.cuh").partition(wait)[2]
-        assert text.index("wait_or_fail<comm::Scope::kSys>") < text.index("fence_async_proxy()")
+        assert all(text.index(acquire) < text.index("fence_async_proxy()") for acquire in acquires)
 
 
 def test_calls_are_enqueued_in_the_order_of_the_page() -> None:
@@ -303,7 +310,7 @@ def test_names_of_the_text_exist(page: str) -> None:
     """Functions and variables that the text sends the reader to."""
     for name, path in {
         "wait_for_chunks": "csrc/kernels/sm90a/loader.cuh",
-        "wait_for_peers": "csrc/kernels/sm90a/owner.cuh",
+        "PeerRows": "csrc/kernels/sm90a/owner.cuh",
         "run_ringer": "csrc/kernels/sm90a/epilogue.cuh",
         "tiles_apart": "csrc/kernels/sm90a/plan.hpp",
         "start_turn": "csrc/kernels/sm90a/plan.hpp",

@@ -33,7 +33,10 @@ struct HopperCost {
   double add_us;           // adding one, likewise
   double
       finish_us;  // cooperative: arithmetic of an epilogue with bias, activation or sums, per 32 Ki elements
-  double outer_us;  // 128x128 with both operands outer-major: of an iteration, beside that
+  double owner_us;   // departure: an own tile, beside its addends, per 32 Ki elements of a warpgroup pair
+  double addend_us;  // one of them, likewise
+  double departing_split_us;  // departure: where tiles are split
+  double outer_us;            // 128x128 with both operands outer-major: of an iteration, beside that
   double iter_us[kNumTiles][kNumClusterShapes];  // one iteration, in the order of TileId and kClusterShapes
   double epilogue_us[kNumTiles];                 // one tile: what is not hidden
 };
@@ -48,6 +51,9 @@ inline constexpr HopperCost kCostHopper{5.1,
                                         0.2,
                                         1.2,
                                         1.5,
+                                        1.0,
+                                        1.6,
+                                        25,
                                         0.035,
                                         {{0.772, 0.776, 0.779},
                                          {0.776, 0.774, 0.774},
@@ -162,6 +168,14 @@ inline double total_us(const Problem& p, const Schedule& s, int64_t running, dou
   const double memory = bytes / c.bytes_per_us;
   const double split = shares > 0 ? c.divided_us : s.num_slots > 0 ? c.split_launch_us : 0;
   return c.launch_us + split + std::max(work, memory) + c.overlap * std::min(work, memory);
+}
+
+// What a departure takes beside that: sums of own tiles, which lie close together in time, for all workers.
+// Measured on one H200 with all words raised, 2 to 8 ranks: docs/hopper-kernel.md.
+inline double departure_us(const Schedule& s, int64_t own_tiles, int32_t addends, int64_t running,
+                           double part, const HopperCost& c) {
+  const double tiles = static_cast<double>(own_tiles) / static_cast<double>(std::max<int64_t>(1, running));
+  return tiles * part * (c.owner_us + addends * c.addend_us) + (s.num_slots > 0 ? c.departing_split_us : 0);
 }
 
 inline double predict_us(const Problem& p, const Schedule& s, TileId tile, ClusterShape cluster,

@@ -105,13 +105,7 @@ Output output_of(const Matrix& m, const Problem& p) {
 
 Addend addend_of(const Matrix& m, const Problem& p) {
   const Output o = output_of(m, p);
-  Addend a;
-  a.data = o.data;
-  a.batch_stride = o.batch_stride;
-  a.row_stride = o.row_stride;
-  a.col_stride = o.col_stride;
-  a.kind = m.kind;
-  return a;
+  return {o.data, o.batch_stride, o.row_stride, o.col_stride, m.kind};
 }
 
 // Boxes of an operand's stage: `extent` of the tile, shared with the cluster's other CTA or not.
@@ -206,10 +200,9 @@ void fill_epilogue(GemmParams& p, const GemmCall& c, TileId tile) {
   };
   if (c.residual.data != nullptr) add_late(c.residual);
   if (c.accumulate && !p.reduce) add_late(c.out);
-  p.fast = p.out.aligned && p.preact.data == nullptr && p.hooks.sum.count == 0 &&
-           p.num_late == (p.late_staged ? 1 : 0);
+  p.fast = p.out.aligned && p.preact.data == nullptr && p.num_late == (p.late_staged ? 1 : 0);
   p.plain = p.out.aligned && !p.gated && p.alpha == 1.0f && p.bias == nullptr && p.preact.data == nullptr &&
-            p.activation == Activation::kNone && p.num_late == 0 && p.hooks.sum.count == 0;
+            p.activation == Activation::kNone && p.num_late == 0;
 }
 
 // How much all warps will say that they have stored of the tiles of each chunk.
@@ -231,24 +224,35 @@ void fill_doorbell_targets(GemmParams& p, const GemmPlan& plan) {
   }
 }
 
-// Workspace of the call: [ticket | flags | partials], only where tickets are drawn. The first two start at
-// zero.
-void fill_workspace(GemmParams& p, const GemmPlan& plan, const Allocator& allocator, cudaStream_t stream) {
-  const int64_t slots = p.schedule.num_slots;
-  const bool in_turns = p.schedule.turns > 1;
-  if (slots == 0 && in_turns) p.ticket = p.hooks.departure.ticket;
-  if (slots == 0 && (!in_turns || p.ticket != nullptr)) return;
-  constexpr int64_t kLine = 256;
+// Workspace of a call: [ticket | flags | partials], only where tickets are drawn from it. The first two start
+// at zero.
+struct Workspace {
+  static constexpr int64_t kLine = 256;
+  int64_t flag_bytes = 0;
+  int64_t bytes = 0;  // 0: none
+};
+
+Workspace workspace_of(const GemmPlan& plan, const GemmHooks* hooks) {
+  const Schedule& s = plan.plan.schedule;
+  const bool has_ticket = hooks != nullptr && hooks->departure.ticket != nullptr;
+  if (s.num_slots == 0 && (s.turns <= 1 || has_ticket)) return {};
+  constexpr int64_t kLine = Workspace::kLine;
   const TileShape& tile = kTileShapes[static_cast<int>(plan.tile)];
   const int64_t parts = plan.cluster.size() * parts_per_cta(plan.tile);
-  const int64_t flag_bytes = ceil_div(slots * parts * 4, kLine) * kLine;
+  const int64_t flag_bytes = ceil_div(s.num_slots * parts * 4, kLine) * kLine;
   const int64_t slot_bytes = plan.cluster.size() * tile.bm * tile.bn * static_cast<int64_t>(sizeof(float));
-  const int64_t bytes = kLine + flag_bytes + slots * slot_bytes + kLine;
-  auto base = reinterpret_cast<uintptr_t>(allocator.allocate(allocator.context, bytes));
-  if (base == 0) {
-    throw std::runtime_error("no memory for a workspace of " + std::to_string(bytes) +
-                             " bytes: free some, or use schedule 'data_parallel', which needs none.");
+  return {flag_bytes, kLine + flag_bytes + s.num_slots * slot_bytes + kLine};
+}
+
+void fill_workspace(GemmParams& p, const GemmPlan& plan, const Allocator& allocator, cudaStream_t stream) {
+  constexpr int64_t kLine = Workspace::kLine;
+  const auto [flag_bytes, bytes] = workspace_of(plan, &p.hooks);
+  if (bytes == 0) {
+    if (p.schedule.turns > 1) p.ticket = p.hooks.departure.ticket;
+    return;
   }
+  auto base = reinterpret_cast<uintptr_t>(allocator.allocate(allocator.context, bytes));
+  if (base == 0) throw std::runtime_error(no_memory(bytes));
   base = (base + kLine - 1) / kLine * kLine;
   p.ticket = reinterpret_cast<uint32_t*>(base);
   p.flags = reinterpret_cast<uint32_t*>(base + kLine);
@@ -360,9 +364,13 @@ GemmOutcome run_gemm(const GemmCall& call, void* stream, const Allocator& alloca
                     message_bytes);
 }
 
-GemmOutcome find_tile_rows(const GemmCall& call, int64_t* rows, char* message, size_t message_bytes) {
-  return outcome_of([&] { *rows = kTileShapes[static_cast<int>(prepare(call).plan.gemm.tile)].bm; }, message,
-                    message_bytes);
+GemmOutcome find_needs(const GemmCall& call, Needs* needs, char* message, size_t message_bytes) {
+  return outcome_of(
+      [&] {
+        const GemmPlan& plan = prepare(call).plan.gemm;
+        *needs = {kTileShapes[static_cast<int>(plan.tile)].bm, workspace_of(plan, call.hooks).bytes};
+      },
+      message, message_bytes);
 }
 
 }  // namespace tpk::sm90a

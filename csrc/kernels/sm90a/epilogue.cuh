@@ -81,9 +81,6 @@ __device__ __forceinline__ void store_units(const GemmParams& p, const WorkItem&
     if (p.late_staged) load_staged<kValues>(p.late[0], at, staging);  // under way while the rest is computed
     float v[kValues];
     sums(block * kPerBlock + unit, false, v);
-    if constexpr (!kFast) {
-      if (p.hooks.sum.count > 0) add_peers(p, at, v, staging);
-    }
     if (p.bias != nullptr) add_bias(bias + unit * kColumns, v, staging.lane);
     if constexpr (!kFast) {
       if (p.preact.data != nullptr) write_unit(p, p.preact, false, at, v, staging);

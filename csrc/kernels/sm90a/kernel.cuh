@@ -8,7 +8,7 @@
 // other ranks: kernels/gemm_hooks.hpp), and bounded. The result depends on the schedule,
 // not on timing.
 //
-// Roles. Warpgroup 0: one thread schedules, one loads, one rings doorbells, a warp prefetches. Warpgroups 1
+// Roles. Warpgroup 0: one thread schedules, one loads, one rings doorbells. Warpgroups 1
 // and 2 multiply and store, together (cooperative) or in turn (pingpong).
 #pragma once
 
@@ -74,13 +74,7 @@ __device__ __forceinline__ void run_consumer(const GemmParams& p, SharedStorage<
       continue;
     }
     if (slots > 0) add_partials<Tile>(s, slots, part, stage, acc);
-    if (addends > 0) {
-      if (p.out_kind == ScalarKind::kFp32) {
-        add_addends<Tile, true>(p, s, addends, part, stage, s.bias[consumer], acc);
-      } else {
-        add_addends<Tile, false>(p, s, addends, part, stage, s.bias[consumer], acc);
-      }
-    }
+    if (addends > 0) add_addends<Tile>(p, s, addends, part, stage, s.bias[consumer], acc);
     // Not before: the other's first stage comes behind these, and a barrier tells one phase from the next
     // only.
     if (slots + addends > 0) end_turn();
@@ -111,7 +105,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
                         cluster_m,
                         p.cluster_n};
   const bool bells = p.hooks.doorbell.counters != nullptr;
-  if (threadIdx.x == 0) init_barriers(s, at, (bells ? 1 : 0) + (p.departs ? 1 : 0));
+  if (threadIdx.x == 0) init_barriers(s, at, bells);
   if (warp == 1) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     s.release_to[lane] =
@@ -130,7 +124,6 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     if (threadIdx.x == 0) run_loader<Tile, kMajorA, kMajorB>(p, s, at);
     if (threadIdx.x == 32) run_scheduler<Tile>(p, s, at);
     if (threadIdx.x == 64 && bells) run_ringer<Tile>(p, s);
-    if (warp == 3 && p.departs) run_prefetcher<Tile>(p, s);
     __syncwarp();
   } else {
     cutlass::arch::warpgroup_reg_alloc<Tile::kConsumerRegisters>();

@@ -52,24 +52,42 @@ struct OperandLoader {
   }
 };
 
-// Waits for the chunks that rows [m, m + rows) of A lie in, and slab `slab` of them.
-__device__ __forceinline__ void wait_for_chunks(const GemmParams& p, int m, int rows, int slab) {
-  const ArrivalHook& h = p.hooks.arrival;
-  const uint32_t epoch = *static_cast<const volatile uint32_t*>(h.epoch);
+// Rows of A that the loading thread knows to be there: asking again would keep it from loading for 2,500
+// cycles a tile.
+struct KnownRows {
+  uint32_t epoch;
   int begin = 0;
-  for (int c = 0; c < h.num_chunks && begin < m + rows; ++c) {
+  int end = 0;
+};
+
+// Waits for the chunks that rows [m, m + rows) of A lie in, and slab `slab` of them.
+__device__ __forceinline__ void wait_for_chunks(const GemmParams& p, int m, int rows, int slab,
+                                                KnownRows& known) {
+  const ArrivalHook& h = p.hooks.arrival;
+  const int rows_end = min(m + rows, static_cast<int>(p.problem.m));
+  if (m >= known.begin && rows_end <= known.end) return;
+  int first = m;
+  int last = m;
+  int begin = 0;
+  for (int c = 0; c < h.num_chunks && begin < rows_end; ++c) {
     const int end = h.row_end[c];
     if (end > m && end > begin) {
-      wait_or_fail<comm::Scope::kSys>(h.flags + c * h.slabs + slab, epoch, {p.timeout_ns, p.fault},
+      wait_or_fail<comm::Scope::kSys>(h.flags + c * h.slabs + slab, known.epoch, {p.timeout_ns, p.fault},
                                       FaultKind::kChunk, c, slab, [&] {
                                         int rank = 0;
                                         while (rank < h.ranks.world && h.ranks.row_end[rank] <= begin) ++rank;
                                         return rank < h.ranks.world ? rank : -1;
                                       });
+      first = min(first, begin);
+      last = end;
     }
     begin = end;
   }
   fence_async_proxy();  // what was acquired, before TMA reads it
+  if (h.slab_k > 0) return;
+  const bool apart = first > known.end || last < known.begin;
+  known.begin = apart ? first : min(first, known.begin);
+  known.end = apart ? last : max(last, known.end);
 }
 
 template <class Tile, Major kMajorA, Major kMajorB>
@@ -86,7 +104,9 @@ __device__ __forceinline__ void run_loader(const GemmParams& p, SharedStorage<Ti
   prefetch_map(p.gated ? &p.map_gate : &p.pairs[0].b);
   wait_for_earlier_kernels();
   if (p.shares > 0 && at.rank == 0) comm::take_ticket(p.ticket);  // one more cluster has started
-  uint64_t seen = 0;                                              // chunks of own rows that came
+  const auto epoch_at = [](const uint32_t* word) { return *static_cast<const volatile uint32_t*>(word); };
+  PeerRows peers{p.departs ? epoch_at(p.hooks.departure.epoch) : 0};
+  KnownRows known{arrives ? epoch_at(p.hooks.arrival.epoch) : 0};
   while (true) {
     const WorkItem item = items.next();  // a copy
     items.release(true);
@@ -96,7 +116,11 @@ __device__ __forceinline__ void run_loader(const GemmParams& p, SharedStorage<Ti
     int k = item.k;
     const bool is_own = item.m >= p.own_begin && item.m + Tile::kBM <= p.own_end;
     const int row_a = is_own ? item.m - p.own_begin : item.m;
-    int next_wait = arrives && !is_own ? k : INT_MAX;
+    // Of own tiles the peers' rows are looked for while they are multiplied: a look takes as long as an
+    // iteration.
+    constexpr int kLookSteps = 4 * kBK;
+    const int rows_end = item.addends > 0 ? own_end_of<Tile>(p, item) : 0;
+    int next_wait = (arrives && !is_own) || peers.end < rows_end ? k : INT_MAX;
     const int end = k + item.iters * kBK;
 #pragma unroll 1
     while (k < end) {
@@ -108,10 +132,15 @@ __device__ __forceinline__ void run_loader(const GemmParams& p, SharedStorage<Ti
 #pragma unroll 1
       for (; k < run.end; k += kBK) {
         if (k >= next_wait) {
-          const int slab_k = p.hooks.arrival.slab_k;
-          const int slab = slab_k > 0 ? k / slab_k : 0;
-          wait_for_chunks(p, item.m, Tile::kBM, slab);
-          next_wait = slab_k > 0 ? (slab + 1) * slab_k : INT_MAX;
+          if (p.departs) {
+            peers.look(p);
+            next_wait = peers.end < rows_end ? k + kLookSteps : INT_MAX;
+          } else {
+            const int slab_k = p.hooks.arrival.slab_k;
+            const int slab = slab_k > 0 ? k / slab_k : 0;
+            wait_for_chunks(p, item.m, Tile::kBM, slab, known);
+            next_wait = slab_k > 0 ? (slab + 1) * slab_k : INT_MAX;
+          }
         }
         s.empty_barrier(stage.index).wait(stage.phase ^ 1);
         LoadBarrier& full = s.full_barrier(stage.index);
@@ -125,7 +154,7 @@ __device__ __forceinline__ void run_loader(const GemmParams& p, SharedStorage<Ti
       }
     }
     if (item.partials() > 0) load_partials<Tile>(p, s, at, item, stage);
-    if (item.addends > 0) load_addends<Tile>(p, s, item, stage, seen);
+    if (item.addends > 0) load_addends<Tile>(p, s, item, stage, peers);
   }
 }
 

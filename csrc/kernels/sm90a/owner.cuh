@@ -10,60 +10,90 @@
 
 namespace tpk::sm90a {
 
-// Waits (bounded) until the rows [begin, end) of the own ones are here from every peer. seen: what has been
-// waited for, a bit for each word.
-__device__ __forceinline__ void wait_for_peers(const GemmParams& p, int begin, int end, uint64_t& seen) {
-  const DepartureHook& h = p.hooks.departure;
-  const uint32_t epoch = *static_cast<const volatile uint32_t*>(h.epoch);
-  int first = 0;
-  for (int c = 0; c < h.own_chunks && first < end; ++c) {
-    if (h.own_chunk_end[c] > begin) {
-      for (int peer = 0; peer < h.ranks.world; ++peer) {
-        const int word = peer * h.own_chunks + c;
-        if (peer == h.ranks.rank || (seen >> word & 1) != 0) continue;
-        wait_or_fail<comm::Scope::kSys>(h.arrived + word, epoch, {p.timeout_ns, p.fault}, FaultKind::kAddend,
-                                        peer, p.own_rows.begin + first, [&] { return peer; });
-        seen |= uint64_t{1} << word;
-      }
+// What the loading thread knows of own rows: which are here from every peer. Chunk after chunk, as peers send
+// them.
+struct PeerRows {
+  uint32_t epoch;
+  int end = 0;    // all rows before it, counted from the first own one
+  int chunk = 0;  // the next word: of this chunk, of this peer
+  int peer = 0;
+
+  // Waits (bounded) until rows are here up to rows_end.
+  __device__ __forceinline__ void wait(const GemmParams& p, int rows_end) {
+    while (end < rows_end) {
+      step(p.hooks.departure, [&](const uint32_t* word, int rank) {
+        wait_or_fail<comm::Scope::kSys>(word, epoch, {p.timeout_ns, p.fault}, FaultKind::kAddend, rank,
+                                        p.own_rows.begin + end, [&] { return rank; });
+        return true;
+      });
     }
-    first = h.own_chunk_end[c];
   }
+  // Looks at the next word, without waiting.
+  __device__ __forceinline__ void look(const GemmParams& p) {
+    step(p.hooks.departure, [&](const uint32_t* word, int) {
+      return comm::epoch_reached(comm::load_acquire<comm::Scope::kSys>(word), epoch);
+    });
+  }
+
+ private:
+  // is_raised(word, rank): of the next word.
+  template <class IsRaised>
+  __device__ __forceinline__ void step(const DepartureHook& h, const IsRaised& is_raised) {
+    const int rank = peer + (peer >= h.ranks.rank ? 1 : 0);
+    if (!is_raised(h.arrived + rank * h.own_chunks + chunk, rank)) return;
+    if (++peer < h.ranks.world - 1) return;
+    fence_async_proxy();  // what was acquired, before TMA reads it
+    peer = 0;
+    end = h.own_chunk_end[chunk++];
+  }
+};
+
+// The end of an own tile's rows, counted from the first own one.
+template <class Tile>
+__device__ __forceinline__ int own_end_of(const GemmParams& p, const WorkItem& item) {
+  return min(item.m + Tile::kBM, p.own_rows.end) - p.own_rows.begin;
 }
 
-// The blocks of an own tile's addends, in the order in which they are added. Rows are counted from the first
-// own one.
-struct AddendBlocks {
+// The boxes of an own tile's addends, in the order in which blocks are added: of each block those of all
+// addends, then the next block to the right, then those below. Counters instead of divisions: one thread
+// has to be faster here than all that add.
+struct AddendBoxes {
   const GemmParams& p;
-  int col;
-  int row;
+  int col;      // of the tile
+  int col_end;  // of its columns
   int columns;  // of a block
-  int per_row;  // blocks of a tile's row
   int addends;
-  int block = 0;
+  int x;
+  int y;  // counted from the first own row
   int addend = 0;
 
   template <class Tile>
-  static __device__ __forceinline__ AddendBlocks of(const GemmParams& p, const WorkItem& item) {
-    const int columns = addend_columns(p.out_kind == ScalarKind::kFp32);
-    return {p, item.n, item.m - p.own_rows.begin, columns, Tile::kBN / columns, item.addends};
+  static __device__ __forceinline__ AddendBoxes of(const GemmParams& p, const WorkItem& item) {
+    return {p,
+            item.n,
+            item.n + Tile::kBN,
+            addend_columns(p.out_kind == ScalarKind::kFp32),
+            item.addends,
+            item.n,
+            item.m - p.own_rows.begin};
   }
-  // box(map, x, y, z) for every box of the next block, which all parts of the tile have.
+  // box(map, x, y, z) of all parts of the tile at once: all boxes of the next addend's block.
   template <class Tile, class Box>
   __device__ __forceinline__ void next(const Box& box) {
     const RankRows& ranks = p.hooks.departure.ranks;
     const bool of_peer = addend < ranks.world - 1;
     const CUtensorMap* map = of_peer ? &p.map_slots : &p.map_residual;
-    const int rank = of_peer ? addend + (addend >= ranks.rank ? 1 : 0) : 0;
-    const int x = col + block % per_row * columns;
-    const int y = row + block / per_row * 64;
+    const int z = of_peer ? addend + (addend >= ranks.rank ? 1 : 0) : 0;
     // Rows of the parts follow each other where each has one block of 64.
     constexpr int kBoxes = Tile::kBlocks == 1 ? 1 : kPartsPerCta<Tile>;
 #pragma unroll
-    for (int i = 0; i < kBoxes; ++i) box(map, x, y + i * Tile::kRows, rank);
-    if (++addend == addends) {
-      addend = 0;
-      ++block;
-    }
+    for (int i = 0; i < kBoxes; ++i) box(map, x, y + i * Tile::kRows, z);
+    if (++addend < addends) return;
+    addend = 0;
+    x += columns;
+    if (x < col_end) return;
+    x = col;
+    y += 64;
   }
 };
 
@@ -71,11 +101,9 @@ struct AddendBlocks {
 template <class Tile>
 __device__ __forceinline__ void load_addends(const GemmParams& p, SharedStorage<Tile>& s,
                                              const WorkItem& item, RingPosition<Tile::kStages>& stage,
-                                             uint64_t& seen) {
-  const int row = item.m - p.own_rows.begin;
-  wait_for_peers(p, row, min(row + Tile::kBM, p.own_rows.end - p.own_rows.begin), seen);
-  fence_async_proxy();  // what was acquired, before TMA reads it
-  auto blocks = AddendBlocks::of<Tile>(p, item);
+                                             PeerRows& peers) {
+  peers.wait(p, own_end_of<Tile>(p, item));
+  auto boxes = AddendBoxes::of<Tile>(p, item);
   const int total = addend_blocks<Tile>(p.out_kind == ScalarKind::kFp32) * item.addends;
   constexpr int kBoxBytes = (Tile::kBlocks == 1 ? kPartsPerCta<Tile> : 1) * kChunkBytes;
 #pragma unroll 1
@@ -87,7 +115,7 @@ __device__ __forceinline__ void load_addends(const GemmParams& p, SharedStorage<
     auto* to = reinterpret_cast<unsigned char*>(&s.stages[stage.index]);
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
-      blocks.template next<Tile>([&](const CUtensorMap* map, int x, int y, int z) {
+      boxes.template next<Tile>([&](const CUtensorMap* map, int x, int y, int z) {
         tensor_load(to, map, x, y, z, full);
         to += kBoxBytes;
       });
@@ -96,102 +124,69 @@ __device__ __forceinline__ void load_addends(const GemmParams& p, SharedStorage<
   }
 }
 
-// For every own tile: as soon as all peers have sent its rows, asks L2 for them, while the tile is still
-// being multiplied. All multiprocessors would else wait for device memory at the same time, at the end of
-// each wave of tiles: 25 us a tile with eight ranks. A warp of its own.
-template <class Tile>
-__device__ __forceinline__ void run_prefetcher(const GemmParams& p, SharedStorage<Tile>& s) {
-  const DepartureHook& h = p.hooks.departure;
+// Where a lane reads a warp's 16 rows of a block, which is swizzled as TMA's 128-byte mode has it: chunk c of
+// 16 bytes of row r lies at c ^ (r % 8). Later chunks of the row: this address ^ what they are further on. By
+// ldmatrix, two chunks of all rows at a time, or, fp32, 8 bytes of rows lane / 4 and 8 on.
+template <ScalarKind kKind>
+__device__ __forceinline__ uint32_t lane_in_block() {
+  const int warp = thread_number() / 32 % 4;
   const int lane = thread_number() % 32;
-  ItemReader<Tile> items{s, {}};
-  wait_for_earlier_kernels();  // the epoch
-  const uint32_t epoch = *static_cast<const volatile uint32_t*>(h.epoch);
-  while (true) {
-    const WorkItem& item = items.next();
-    if (item.iters == 0) break;
-    if (item.addends > 0) {
-      const int begin = item.m - p.own_rows.begin;
-      int first = 0;
-      for (int c = 0; c < h.own_chunks && first < begin + Tile::kBM; first = h.own_chunk_end[c++]) {
-        if (h.own_chunk_end[c] <= begin || lane >= h.ranks.world || lane == h.ranks.rank) continue;
-        // The loading thread comes to the same wait with a bound, and ends the launch.
-        const uint32_t* word = h.arrived + lane * h.own_chunks + c;
-        while (static_cast<int32_t>(comm::load_relaxed(word) - epoch) < 0) __nanosleep(500);
-      }
-      __syncwarp();
-      auto blocks = AddendBlocks::of<Tile>(p, item);
-      const int total = addend_blocks<Tile>(p.out_kind == ScalarKind::kFp32) * item.addends;
-#pragma unroll 1
-      for (int i = 0; lane == 0 && i < total; ++i) {
-        blocks.template next<Tile>(
-            [](const CUtensorMap* map, int x, int y, int z) { tensor_prefetch(map, x, y, z); });
-      }
-    }
-    __syncwarp();
-    items.release(lane == 0);
-  }
+  constexpr bool kWide = kKind == ScalarKind::kFp32;
+  const int row = 16 * warp + (kWide ? lane / 4 : lane % 16);
+  const int chunk = kWide ? (lane & 3) / 2 : lane / 16;
+  return row * kSwizzleBytes + ((chunk ^ (row & 7)) << 4) + (kWide ? (lane & 1) * 8 : 0);
 }
 
-// Where 16 bytes number `unit` of a block's row lie: swizzled as TMA's 128-byte mode has it.
-__device__ __forceinline__ uint32_t block_unit(uint32_t block, int row, int unit) {
-  return block + row * kSwizzleBytes + ((unit ^ (row & 7)) << 4);
-}
-
-// v += a warp's 16 rows of a block of 64 columns of 2-byte elements, or of 32 of fp32.
-__device__ __forceinline__ void add_block(ScalarKind kind, uint32_t block, int warp, int lane,
-                                          float (&v)[32]) {
-  const int row = 16 * warp + lane % 16;
+// v += a warp's 16 rows of a block: 64 columns of 2-byte elements, or 32 of fp32. at: of this lane. All of it
+// is on its way from shared memory before the first is added.
+template <ScalarKind kKind, int kValues>
+__device__ __forceinline__ void add_block(uint32_t at, float (&v)[kValues]) {
+  constexpr int kStep = 32;  // bytes: two chunks
+  if constexpr (kKind == ScalarKind::kFp32) {
+    float x[kValues];
 #pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    uint32_t bits[4];
-    load_matrix_x4(block_unit(block, row, 2 * j + lane / 16), bits);
-    if (kind == ScalarKind::kBf16) {
+    for (int i = 0; i < kValues / 2; ++i) {
+      const uint32_t from = (at ^ (i / 2 * kStep)) + i % 2 * 8 * kSwizzleBytes;
+      asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+                   : "=f"(x[2 * i]), "=f"(x[2 * i + 1])
+                   : "r"(from)
+                   : "memory");
+    }
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) v[i] += x[i];
+  } else {
+    uint32_t bits[kValues / 8][4];
+#pragma unroll
+    for (int j = 0; j < kValues / 8; ++j) load_matrix_x4(at ^ (j * kStep), bits[j]);
+#pragma unroll
+    for (int j = 0; j < kValues / 8; ++j) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        v[8 * j + 2 * i] += unpack_low(ScalarKind::kBf16, bits[i]);
-        v[8 * j + 2 * i + 1] += unpack_high(ScalarKind::kBf16, bits[i]);
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        v[8 * j + 2 * i] += unpack_low(ScalarKind::kFp16, bits[i]);
-        v[8 * j + 2 * i + 1] += unpack_high(ScalarKind::kFp16, bits[i]);
+        v[8 * j + 2 * i] += unpack_low(kKind, bits[j][i]);
+        v[8 * j + 2 * i + 1] += unpack_high(kKind, bits[j][i]);
       }
     }
-  }
-}
-__device__ __forceinline__ void add_block(ScalarKind, uint32_t block, int warp, int lane, float (&v)[16]) {
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const int row = 16 * warp + lane / 4 + i % 2 * 8;
-    const uint32_t from = block_unit(block, row, i / 2 * 2 + (lane & 3) / 2) + (lane & 1) * 8;
-    float x;
-    float y;
-    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x), "=f"(y) : "r"(from) : "memory");
-    v[2 * i] += x;
-    v[2 * i + 1] += y;
   }
 }
 
 // A consumer's place among the blocks that the loading thread brings.
-template <class Tile>
+template <class Tile, ScalarKind kKind>
 struct BlockReader {
-  const GemmParams& p;
   SharedStorage<Tile>& s;
   RingPosition<Tile::kStages>& stage;
-  int part;
-  int left;
-  int in_stage = 0;
+  uint32_t in_block;  // of this lane, in its part of the first block of a stage
+  int left;           // blocks
+  int in_stage = 0;   // bytes
 
   // v += the next block.
   template <int kValues>
   __device__ __forceinline__ void add_next(float (&v)[kValues]) {
+    constexpr int kBytes = kPartsPerCta<Tile> * kChunkBytes;
     if (in_stage == 0) s.full_barrier(stage.index).wait(stage.phase);
-    const uint32_t block =
-        shared_address(&s.stages[stage.index]) + (in_stage * kPartsPerCta<Tile> + part) * kChunkBytes;
-    add_block(p.out_kind, block, thread_number() / 32 % 4, thread_number() % 32, v);
+    add_block<kKind>(shared_address(&s.stages[stage.index]) + in_block + in_stage, v);
+    in_stage += kBytes;
     --left;
-    if (++in_stage == kChunksPerStage<Tile> || left == 0) {
+    if (in_stage == kChunksPerStage<Tile> * kBytes || left == 0) {
       fence_async_proxy_shared();  // these reads, before the loads that TMA puts there
       __syncwarp();
       release_stage(s, stage.index);
@@ -203,16 +198,18 @@ struct BlockReader {
 
 // The consumers' part: acc = the sum over ranks, plus bias, plus residual. All 128 threads of a warpgroup
 // call it.
-template <class Tile, bool kWide>
+template <class Tile, ScalarKind kKind>
 __device__ __forceinline__ void add_addends(const GemmParams& p, SharedStorage<Tile>& s, int addends,
                                             int part, RingPosition<Tile::kStages>& stage, const float* bias,
                                             Accumulators<Tile>& acc) {
+  constexpr bool kWide = kKind == ScalarKind::kFp32;
   constexpr int kColumns = addend_columns(kWide);
   constexpr int kValues = kColumns / 2;
   constexpr int kPerRow = Tile::kBN / kColumns;
   const int peers = p.hooks.departure.ranks.world - 1;
   const int before = p.hooks.departure.ranks.rank;
-  BlockReader<Tile> blocks{p, s, stage, part, addend_blocks<Tile>(kWide) * addends};
+  BlockReader<Tile, kKind> blocks{s, stage, lane_in_block<kKind>() + part * kChunkBytes,
+                                  addend_blocks<Tile>(kWide) * addends};
 #pragma unroll
   for (int block = 0; block < addend_blocks<Tile>(kWide); ++block) {
     auto& own = *reinterpret_cast<float (*)[kValues]>(&acc[block / kPerRow][block % kPerRow * kValues]);
@@ -228,6 +225,20 @@ __device__ __forceinline__ void add_addends(const GemmParams& p, SharedStorage<T
       blocks.add_next(own);
     }
     if (addends == peers && p.bias != nullptr) add_bias(its_bias, own, thread_number() % 32);
+  }
+}
+
+template <class Tile>
+__device__ __forceinline__ void add_addends(const GemmParams& p, SharedStorage<Tile>& s, int addends,
+                                            int part, RingPosition<Tile::kStages>& stage, const float* bias,
+                                            Accumulators<Tile>& acc) {
+  switch (p.out_kind) {
+    case ScalarKind::kBf16:
+      return add_addends<Tile, ScalarKind::kBf16>(p, s, addends, part, stage, bias, acc);
+    case ScalarKind::kFp16:
+      return add_addends<Tile, ScalarKind::kFp16>(p, s, addends, part, stage, bias, acc);
+    default:
+      return add_addends<Tile, ScalarKind::kFp32>(p, s, addends, part, stage, bias, acc);
   }
 }
 

@@ -25,6 +25,15 @@ struct Output {
   bool aligned = false;  // rows are stored in whole 16 bytes; otherwise element by element
 };
 
+// Added by the epilogue in fp32, [batch, M, N]; strides in bytes.
+struct Addend {
+  const void* data = nullptr;
+  int64_t batch_stride = 0;
+  int64_t row_stride = 0;
+  int64_t col_stride = 0;
+  ScalarKind kind = ScalarKind::kBf16;
+};
+
 // Departure: the rows of the result that stay. Tiles of others are stored as they are, to GemmParams::out.
 struct OwnRows {
   int32_t begin = 0;
@@ -55,7 +64,7 @@ struct GemmParams {
   int32_t cluster_n = 1;
   bool gated = false;    // the first half of a tile's columns is A * gate, the second A * B
   bool plain = true;     // out = A * B, or out += A * B, and nothing else, in whole chunks of 16 bytes
-  bool fast = false;     // out in whole lines, no preact, no peers, and nothing late but a staged residual
+  bool fast = false;     // out in whole lines, no preact, and nothing late but a staged residual
   bool departs = false;  // see own_rows; then it is plain, too
   bool reduce = false;   // fp32: out += where it lies
   ScalarKind out_kind = ScalarKind::kBf16;  // of preact too

@@ -66,6 +66,7 @@ struct Placement {
   std::vector<int64_t> shard_tiles;  // see ScheduleOptions
   RowBlocks blocks;
   std::vector<int64_t> turns;  // departure: positions where a run of own tiles begins behind others
+  int64_t own_tiles = 0;       // departure
 };
 
 inline Placement place_departure(const Problem& p, const TileShape& tile, const Ranks& ranks) {
@@ -90,6 +91,7 @@ inline Placement place_departure(const Problem& p, const TileShape& tile, const 
     const bool is_own = blocks.rows[b].begin >= first_own && blocks.rows[b].begin < end_own;
     if (is_own && !was_own) out.turns.push_back(blocks.first_tile[b] * out.order.tiles_n);
     was_own = is_own;
+    if (is_own) out.own_tiles += (blocks.first_tile[b + 1] - blocks.first_tile[b]) * out.order.tiles_n;
     out.order.band_end[out.order.num_bands++] = blocks.first_tile[b + 1];
     out.shard_tiles.push_back((blocks.first_tile[b + 1] - blocks.first_tile[b]) * out.order.tiles_n);
   }

@@ -75,6 +75,7 @@ class TilePlans {
         cluster_(kClusterShapes[cluster_index]),
         demands_(demands),
         direction_(ranks.direction),
+        addends_(ranks.rows.world - 1),
         resident_(max64(1, residency.clusters[static_cast<int>(tile)][cluster_index])),
         workers_(workers > 0 ? workers : resident_) {
     shape_ = cluster_tile(tile, cluster_);
@@ -112,6 +113,9 @@ class TilePlans {
     const double work = work_us(p_, s, tile_, cluster_, running(s), demands_, kCostHopper);
     g.plan.predicted_us = total_us(p_, s, running(s), work, reread_bytes(kind), kCostHopper);
     if (direction_ == Direction::kDeparture) {
+      g.plan.predicted_us +=
+          departure_us(s, placement_.own_tiles, addends_, running(s),
+                       work_cost(tile_, cluster_, demands_, kCostHopper).part, kCostHopper);
       for (const int64_t position : placement.turns) {
         Schedule& of = g.plan.schedule;
         g.waits_safely = g.waits_safely && of.num_pieces < kMaxPieces && tiles_apart(of, position);
@@ -168,6 +172,7 @@ class TilePlans {
   ClusterShape cluster_;
   const Demands& demands_;
   Direction direction_;
+  int32_t addends_;   // departure
   int64_t resident_;  // clusters that run at once
   int64_t workers_;
   TileShape shape_;

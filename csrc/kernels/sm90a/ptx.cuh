@@ -103,11 +103,6 @@ __device__ __forceinline__ void tensor_load(void* to, const CUtensorMap* map, in
       : "memory");
 }
 // Asks for a box, so that a load to come finds it in L2.
-__device__ __forceinline__ void tensor_prefetch(const CUtensorMap* map, int x, int y, int z) {
-  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(map), "r"(x),
-               "r"(y), "r"(z)
-               : "memory");
-}
 __device__ __forceinline__ void tensor_load_multicast(void* to, const CUtensorMap* map, int x, int y, int z,
                                                       const LoadBarrier& barrier, uint16_t to_ctas) {
   asm volatile(

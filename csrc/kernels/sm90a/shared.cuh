@@ -127,9 +127,9 @@ __device__ __forceinline__ int addend_stages(int addends, bool wide) {
   return (addend_blocks<Tile>(wide) * addends + kChunksPerStage<Tile> - 1) / kChunksPerStage<Tile>;
 }
 
-// readers: warps of the loading warpgroup that read items, beside the loading thread.
+// bells: a warp of the loading warpgroup reads items, too.
 template <class Tile>
-__device__ __forceinline__ void init_barriers(SharedStorage<Tile>& s, const ClusterPlace& at, int readers) {
+__device__ __forceinline__ void init_barriers(SharedStorage<Tile>& s, const ClusterPlace& at, bool bells) {
   // Consumer warps that read one stage: of both warpgroups, or in turn of one.
   constexpr uint32_t kReaders = Tile::kPingpong ? 4 : 4 * Tile::kConsumers;
   for (int i = 0; i < Tile::kStages; ++i) {
@@ -138,7 +138,7 @@ __device__ __forceinline__ void init_barriers(SharedStorage<Tile>& s, const Clus
   }
   for (int i = 0; i < kItems; ++i) {
     s.item_full_barrier(i).init(1);
-    s.item_empty_barrier(i).init(1 + 4 * Tile::kConsumers + readers);
+    s.item_empty_barrier(i).init(1 + 4 * Tile::kConsumers + (bells ? 1 : 0));
     s.stored_barrier(i).init(kReaders);
   }
   s.ticket_full_barrier().init(1);

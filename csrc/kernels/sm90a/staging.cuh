@@ -215,23 +215,4 @@ __device__ __forceinline__ void add_staged(ScalarKind kind, float (&v)[kValues],
   __syncwarp();  // the buffer may be written again
 }
 
-// Adds the peers' buffers, each once its rows are there.
-__device__ __forceinline__ void add_peers(const GemmParams& p, const UnitPlace& at, float (&v)[16],
-                                          const StagingBuffer& staging) {
-  const AddendHook& h = p.hooks.sum;
-  const int end = at.row + 16 < at.rows ? at.row + 16 : at.rows;
-  for (int i = staging.lane; i < h.count; i += 32) {
-    const Addend& t = h.addends[i];
-    if (t.flags == nullptr) continue;
-    const uint32_t epoch = *static_cast<const volatile uint32_t*>(t.epoch);
-    for (int f = at.row / t.flag_rows; f * t.flag_rows < end; ++f) {
-      wait_or_fail<comm::Scope::kSys>(t.flags + f, epoch, {p.timeout_ns, p.fault}, FaultKind::kAddend, i,
-                                      at.row, no_peer);
-    }
-  }
-  __syncwarp();
-#pragma unroll 1
-  for (int a = 0; a < h.count; ++a) add_strided(h.addends[a], at, v, staging);
-}
-
 }  // namespace tpk::sm90a
