@@ -2,6 +2,7 @@
 #include "kernels/sm90a/sync.hpp"
 
 #include "kernels/sm90a/fault.cuh"
+#include "kernels/sm90a/ptx.cuh"
 
 namespace tpk::sm90a {
 
@@ -21,6 +22,9 @@ __global__ void __launch_bounds__(kSyncThreads) enter_kernel(const __grid_consta
                   missed.peer);
     }
   }
+  // Not before: a product that has started holds multiprocessors, which a rank that is late may need first.
+  __syncwarp();
+  allow_later_kernels();
   for (int32_t c = p.here_begin + peer; c < p.here_end; c += kSyncThreads) *mine.arrived(c) = epoch;
   __syncwarp();
   if (peer == 0) protocol::advance_epoch(memory, mine, epoch);
