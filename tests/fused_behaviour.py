@@ -6,12 +6,13 @@ Run on the ranks of a pool, as fused_checks; what works without a GPU is tried o
 from __future__ import annotations
 
 import gc
+import io
 import os
 import random
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import replace
 from typing import Any
 
@@ -277,9 +278,14 @@ STALLS = {
     "small scatter": "of a reduce-scatter",
 }
 
+_TOLD = "was stopped; its last call is"  # by tpkernels/comm/watchdog.py
 
-def check_stalled(ctx: Any, kind: str) -> tuple[str, float]:
-    """The last rank stops calling: the others raise. Returns the message and the seconds; the process is spent."""
+
+def check_stalled(ctx: Any, kind: str) -> tuple[str, float, str]:
+    """The last rank stops calling: the others tell, and raise. The process is spent.
+
+    Returns the message, the seconds, and what was on stderr before the call that raised.
+    """
     x, w = torch.ones(64, 64, dtype=BF16), torch.ones(64, 72, dtype=BF16)
 
     def call() -> Tensor:
@@ -293,33 +299,40 @@ def check_stalled(ctx: Any, kind: str) -> tuple[str, float]:
         return _stalled(ctx, call)
 
 
-def _stalled(ctx: Any, call: Callable[[], Tensor]) -> tuple[str, float]:
+def _stalled(ctx: Any, call: Callable[[], Tensor]) -> tuple[str, float, str]:
     for _ in range(2):
         call()
     torch.cuda.synchronize()
     ctx.barrier()
     if ctx.rank == ctx.world - 1:
-        return "", 0.0
-    begin = time.monotonic()
+        return "", 0.0, ""
+    begin, told = time.monotonic(), io.StringIO()
     try:
-        for _ in range(2):
-            call()
+        with redirect_stderr(told):
+            for _ in range(2):
+                call()
+            longest = float(os.environ["TPK_COMM_TIMEOUT_S"]) + 10
+            while _TOLD not in told.getvalue() and time.monotonic() - begin < longest:
+                time.sleep(0.05)  # this thread is busy elsewhere
         tpk.synchronize()
     except tpk.errors.CommTimeoutError as error:
         seconds = time.monotonic() - begin
         expect(tpk.errors.CommTimeoutError, ["expected"], call)  # it stays so
-        return str(error), seconds
+        return str(error), seconds, told.getvalue()
     raise AssertionError(
         f"two calls ended without rank {ctx.world - 1}, or nobody was told that they did not"
     )
 
 
-def judge_stalled(kind: str, answers: list[tuple[str, float]], limit: float) -> None:
+def judge_stalled(kind: str, answers: list[tuple[str, float, str]], limit: float) -> None:
     """In the test's process: what check_stalled returned on every rank."""
     stalled = len(answers) - 1
-    for message, seconds in answers[:-1]:
+    for rank, (message, seconds, told) in enumerate(answers[:-1]):
         assert STALLS[kind] in message and f"rank {stalled}" in message.lower(), message
         flag = re.search(r"its flag is (\d+), expected (\d+)", message)
         behind = 2 if kind == "small" else 1  # packets lie in two halves in turn
         assert flag is not None and int(flag[1]) == int(flag[2]) - behind, message
         assert 0.5 * limit < seconds < limit + 20, f"{seconds:.1f} s, the limit is {limit} s"
+        # Once, while nothing was called.
+        assert told.count(_TOLD) == 1, f"rank {rank} told {told!r}"
+        assert f"on rank {rank} of {len(answers)}" in told and message[message.index("CTA ") :] in told, told

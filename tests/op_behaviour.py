@@ -288,7 +288,9 @@ def check_compile(ctx):
                 for t in (x, w1, w2, bias):
                     t.grad = None
             for got, expected in zip(*results, strict=True):
-                assert torch.allclose(got, expected, rtol=1e-4, atol=1e-3), (name, rows)
+                # Cancellation leaves rounding errors of the largest values: 0.004 beside 20, and 6e5 elsewhere.
+                atol = 1e-3 + 5e-7 * expected.abs().max().item()
+                assert torch.allclose(got, expected, rtol=1e-4, atol=atol), (name, rows)
     assert len(graphs) == 1, len(graphs)
 
 

@@ -38,6 +38,12 @@ def test_reasons_that_a_call_shows(call, reason):
     assert found is None if reason is None else reason in found
 
 
+def test_more_rows_than_the_kernels_count():
+    assert call_missing("cuda", BF16, BF16, 8, rows=2**31 - 2049) is None
+    found = call_missing("cuda", BF16, BF16, 8, rows=2**31 - 2048)
+    assert found == "M, rows of all ranks together, may be 2,147,481,599 at most, not 2,147,481,600"
+
+
 @pytest.mark.parametrize(
     "machine, reason",
     [
@@ -97,14 +103,17 @@ def test_parse_and_choice(monkeypatch):
     monkeypatch.setenv("TPK_PATH", "fused")
     request = _paths.parse("auto", "cuda", distributed=True)
 
-    def choose(world=4, device="cuda", dtype=BF16, request=request):
-        return _paths.choose_transport(request, "nccl", "g", world, device, dtype, dtype)
+    def choose(world=4, device="cuda", dtype=BF16, request=request, rows=8):
+        return _paths.choose_transport(request, "nccl", "g", world, device, dtype, dtype, rows)
 
     assert choose() == "fused" and choose(world=1) == "nccl" and choose(device="meta", dtype=F32) == "fused"
     with pytest.raises(
         BackendError, match="TPK_PATH: 'fused' was asked for, but it takes bfloat16 and float16"
     ):
         choose(dtype=F32)
+    with pytest.raises(BackendError, match="TPK_PATH: 'fused' was asked for, but M, rows of all ranks"):
+        choose(rows=2**31)
+    assert choose(rows=object()) == "fused", "a symbol, while a graph is traced, is not compared"
     assert choose(dtype=F32, request=_paths.Request(None, None)) == "nccl"
     with pytest.raises(ArgumentError, match="'gloo' was asked for"):
         choose(request=_paths.Request("gloo", None))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tpkernels.comm import conditions, workspace
+from tpkernels.comm import conditions, watchdog, workspace
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -283,6 +283,8 @@ def test_own_tiles_in_a_turn_of_their_own_are_enough(maker: Any, kind: str) -> N
 def test_numbers_of_the_text(maker: Any, page: str) -> None:
     c = maker.constants()
     assert c["kMaxRanks"] == conditions.MAX_RANKS and f"more than {conditions.MAX_RANKS} ranks" in page
+    assert "(int64_t{1} << 31) - 2048 - end" in source("csrc/ops/fused_group.hpp")
+    assert conditions.MOST_ROWS == (1 << 31) - 2048 - 1 and "| M of 2^31 - 2048 or more, " in page
     assert c["kBytes"] == workspace.PAGE_BYTES
     hooks = maker.constants("kernels/gemm_hooks.hpp")
     assert all(hooks[name] == c[name] for name in ("kMaxRanks", "kMaxChunks"))
@@ -321,11 +323,26 @@ def test_names_of_the_text_exist(page: str) -> None:
         "slab_k": "csrc/kernels/gemm_hooks.hpp",
         "Patience": "csrc/comm/flags.cuh",
         "TPK_COMM_TIMEOUT_S": "tpkernels/comm/faults.py",
+        "TPK_WATCHDOG": "tpkernels/comm/watchdog.py",
         "TPK_SYMMETRIC_BACKEND": "tpkernels/comm/symmetric.py",
         "TPK_TRANSPORT": "tpkernels/comm/nvshmem.py",
         "CommTimeoutError": "tpkernels/errors.py",
     }.items():
         assert f"`{name}`" in page and name in source(path), name
+
+
+def test_what_is_told_of_the_watchdog(page: str) -> None:
+    text = source("tpkernels/comm/watchdog.py")
+    assert watchdog.PERIOD_S == 0.5 and "looks at the record every half second" in page
+    assert (
+        watchdog._log.name == "tpkernels"
+        and "_log.error(" in text
+        and "an error of the logger `tpkernels`" in page
+    )
+    # Its look: the record lies in host memory, and exists, since what makes it is called before.
+    setup, cache = source("csrc/ops/sm90a_fused_setup.cpp"), source("csrc/kernels/sm90a/device.hpp")
+    assert "DeviceCache::instance().fault();" in setup.partition("void fused_warm_up(")[2].partition("\n}")[0]
+    assert "cudaHostAlloc(" in cache.partition("FaultRecord* fault()")[2].partition("return fault_;")[0]
 
 
 def test_reserve_knows_every_kind() -> None:

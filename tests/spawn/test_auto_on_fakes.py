@@ -6,15 +6,19 @@ The ops of ``_C_sm90a`` are played by tests/fused_fakes.py; gloo plays what "fus
 from __future__ import annotations
 
 import os
+from functools import partial
 
+import pytest
 import torch
 from auto_fakes import BF16, OPS, capturing, few_rows_on_gloo, machine_of, on_gloo, operands
 from fused_behaviour import unchecked
 from fused_fakes import forget
+from op_behaviour import expect
 
 import tpkernels as tpk
-from tpkernels.comm import auto, choice, runtime, small, workspace
+from tpkernels.comm import auto, choice, conditions, runtime, small, workspace
 from tpkernels.comm.choice import Quick
+from tpkernels.errors import BackendError
 
 
 def _takes_what_pays(ctx):
@@ -153,6 +157,41 @@ def _not_where_it_cannot(ctx):
 
 def test_not_where_it_cannot(ranks):
     ranks.run(on_gloo, _not_where_it_cannot, world=2)
+
+
+def _too_many_rows(ctx):
+    """They go the other way, and are refused where "fused" is asked for, before memory grows."""
+    fake, reason = runtime.active, "M, rows of all ranks together, may be 11 at most, not 12"
+    tpk.calibrate(ctx.group, machine=machine_of(ctx))
+    with pytest.MonkeyPatch.context() as monkey:
+        monkey.setattr(conditions, "MOST_ROWS", 11)
+        for op in OPS:
+            x, w = operands(ctx, op)
+            told = tpk.explain(op.__name__, x, w, ctx.group)
+            assert torch.equal(op(x, w, ctx.group), op(x, w, ctx.group, path="gloo+blas"))
+            op(x.view(-1, 2, 8), w, ctx.group)  # all leading dimensions count
+            record = tpk.last_path()
+            assert record.path == told.path == "gloo+blas"
+            assert record.why == told.why == f"gloo+blas, as fused cannot run: {reason}"
+            assert told.transfers == f"cannot run: {reason}"
+            for call in (op, partial(tpk.explain, op.__name__)):
+                forced = lambda call=call, x=x, w=w: call(x, w, ctx.group, path="fused")  # noqa: E731
+                expect(BackendError, ["'fused' was asked for", reason, "use 'auto'"], forced)
+        expect(BackendError, ["reserve", reason], lambda: tpk.reserve(ctx.group, max_m=12, k=8))
+        assert not any(line.startswith("allocate") for line in fake.log), "nothing was to be fused"
+        x, w = operands(ctx, tpk.all_gather_matmul, m=5)
+        tpk.all_gather_matmul(x, w, ctx.group)
+        assert tpk.last_path().path == "fused+streamk"
+    # As many as there may be, without the memory for them.
+    huge = torch.empty(2**31 // ctx.world, 8, dtype=BF16, device="meta")
+    told = tpk.explain("all_gather_matmul", huge, w.to("meta"), ctx.group)
+    assert "may be 2,147,481,599 at most, not 2,147,483,648" in told.why
+    last = torch.empty(2**31 // ctx.world - 1024, 8, dtype=BF16, device="meta")
+    assert "cannot run" not in tpk.explain("all_gather_matmul", last[1:], w.to("meta"), ctx.group).why
+
+
+def test_too_many_rows(ranks):
+    ranks.run(on_gloo, _too_many_rows, world=2)
 
 
 def _memory(ctx):

@@ -74,7 +74,7 @@ def decide(
     if not arises(asked, rows, group, device, transport):
         return None
     apart = f"{transport}+{gemm}"
-    reason = _missing(asked, group, device)
+    reason = _missing(asked, rows, group, device)
     if reason is not None:
         return _not(apart, reason)
     with _lock, runtime.active.on(device):
@@ -102,7 +102,7 @@ def foresee(
     if not arises(asked, rows, group, device, transport):
         return None
     apart = f"{transport}+{gemm}"
-    reason = _missing(asked, group, device)
+    reason = _missing(asked, rows, group, device)
     state = _states.get((group.name, device))
     if state is None or state.group() is not group.process_group:
         state = _State(weakref.ref(group.process_group))
@@ -139,10 +139,12 @@ def arises(asked: Asked, rows: Sequence[int], group: Group, device: torch.device
     return sum(rows) > 0 and (asked.ks if asked.op == choice.GATHER else asked.ns)[0] > 0
 
 
-def _missing(asked: Asked, group: Group, device: torch.device) -> str | None:
+def _missing(asked: Asked, rows: Sequence[int], group: Group, device: torch.device) -> str | None:
     """What needs no asking, as it is the same on all ranks."""
     types = runtime.active.device_types
-    return conditions.call_missing(device.type, asked.dtype, asked.out_dtype, group.world, types)
+    return conditions.call_missing(
+        device.type, asked.dtype, asked.out_dtype, group.world, types, rows=sum(rows)
+    )
 
 
 def _not(apart: str, reason: str) -> Decision:

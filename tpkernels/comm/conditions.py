@@ -8,6 +8,9 @@ from typing import NamedTuple
 import torch
 
 MAX_RANKS = 16  # words of a page, csrc/host/protocol.hpp
+MOST_ROWS = (
+    2**31 - 2048 - 1
+)  # of all ranks in a call: 32-bit numbers of rows and tiles, csrc/ops/fused_group.hpp
 DTYPES = (torch.bfloat16, torch.float16)
 OUT_DTYPES = (*DTYPES, torch.float32)
 CAPABILITY = (9, 0)
@@ -45,8 +48,13 @@ def call_missing(
     out_dtype: torch.dtype,
     world: int,
     device_types: Sequence[str] = ("cuda",),
+    *,
+    rows: int = 0,
 ) -> str | None:
-    """What a call itself shows, the same on every rank: no communication is needed to know it."""
+    """What a call itself shows, the same on every rank: no communication is needed to know it.
+
+    ``rows``: of all ranks and leading dimensions together; 0: not known.
+    """
     if device_type not in device_types:
         return f"it is made of CUDA kernels, and the tensors are on {device_type}"
     if dtype not in DTYPES:
@@ -55,6 +63,8 @@ def call_missing(
         return f"its results are bfloat16, float16 or float32, not {_short(out_dtype)}"
     if world > MAX_RANKS:
         return f"a group may have {MAX_RANKS} ranks, not {world}"
+    if rows > MOST_ROWS:
+        return f"M, rows of all ranks together, may be {MOST_ROWS:,} at most, not {rows:,}"
     return None
 
 

@@ -32,7 +32,7 @@ def transfers(
     Raises:
         BackendError: it was asked for and cannot run, as far as this rank knows.
     """
-    compared, reason = _missing(group, device, (asked.dtype, asked.out_dtype))
+    compared, reason = _missing(group, device, (asked.dtype, asked.out_dtype), sum(rows))
     if request.transport != FUSED and not (decision is not None and decision.fused):
         return f"cannot run: {reason}" if reason else "path='fused' can be asked for"
     if reason is not None:
@@ -60,10 +60,12 @@ def transfers(
 
 
 def _missing(
-    group: Group, device: torch.device, dtypes: tuple[torch.dtype, torch.dtype]
+    group: Group, device: torch.device, dtypes: tuple[torch.dtype, torch.dtype], rows: int
 ) -> tuple[bool, str | None]:
     """Whether the ranks have compared themselves, and what is known to be missing."""
-    reason = conditions.call_missing(device.type, *dtypes, group.world, runtime.active.device_types)
+    reason = conditions.call_missing(
+        device.type, *dtypes, group.world, runtime.active.device_types, rows=rows
+    )
     if reason is not None:
         return False, reason
     compared, reason = ranks.known(group, device)

@@ -64,6 +64,11 @@ def raise_fault(what: str, error: Exception) -> None:
         raise CommTimeoutError(f"{what}: {sentence}") from error
 
 
+def last_call() -> str:
+    """The last call on path "fused" of this process, with rank and group."""
+    return _last_call
+
+
 def synchronize(device: torch.device | str | int | None = None) -> None:
     """Wait for all work of a CUDA device, as ``torch.cuda.synchronize`` does.
 
@@ -78,5 +83,5 @@ def synchronize(device: torch.device | str | int | None = None) -> None:
     try:
         runtime.active.synchronize(None if device is None else torch.device(device))
     except Exception as error:
-        raise_fault(f"synchronize after {_last_call}", error)
+        raise_fault(f"synchronize after {last_call()}", error)
         raise

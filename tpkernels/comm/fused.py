@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -88,7 +88,19 @@ def all_gather_matmul(
     return [from_rows(x, dim, sum(sizes), inner) for x in made]
 
 
-def matmul_reduce_scatter(
+class Prepared(NamedTuple):
+    """A call that has its memory and its operands, and has been checked: only launches are left, which peers wait for.
+
+    Attributes:
+        launch: enqueues it; once.
+        result: what it gives, in its shape.
+    """
+
+    launch: Callable[[], None]
+    result: Callable[[], Tensor]
+
+
+def prepared_reduce_scatter(
     group: Group,
     as_: Sequence[Tensor],
     bs: Sequence[Tensor],
@@ -98,16 +110,15 @@ def matmul_reduce_scatter(
     sizes: Sequence[int],
     *,
     out_dtype: torch.dtype,
-) -> Tensor:
+) -> Prepared:
     """This rank's rows of the sum over ranks of ``sum_i a_i @ b_i``, plus bias and residual. Arguments are checked."""
     inner = inner_shape(as_[0].shape, dim)
     rows = [size * math.prod(inner) for size in sizes]
     own = rows[group.rank]
     matrices = [as_rows(a, dim, sum(rows)) for a in as_]
     right = None if residual is None else as_rows(residual, dim, own)
-    with Reported("matmul_reduce_scatter", group), runtime.active.on(as_[0].device):
-        out = _reduced("scatter", group, matrices, bs, bias, right, rows, own, out_dtype)
-    return from_rows(out, dim, sizes[group.rank], inner)
+    call = _prepared("matmul_reduce_scatter", group, matrices, bs, bias, right, rows, own, out_dtype)
+    return Prepared(call.launch, lambda: from_rows(call.result(), dim, sizes[group.rank], inner))
 
 
 def matmul_all_reduce(
@@ -130,8 +141,9 @@ def matmul_all_reduce(
     right = None
     if residual is not None:
         right = residual.reshape(total, shape[-1]).narrow(0, sum(rows[: group.rank]), rows[group.rank])
-    with Reported("matmul_all_reduce", group), runtime.active.on(as_[0].device):
-        return _reduced("sum", group, matrices, bs, bias, right, rows, total, out_dtype).reshape(shape)
+    call = _prepared("matmul_all_reduce", group, matrices, bs, bias, right, rows, total, out_dtype)
+    call.launch()
+    return call.result().reshape(shape)
 
 
 def small_gather(group: Group, a_shard: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
@@ -194,8 +206,8 @@ def _small(op: str, way: str, group: Group, call: Callable[..., None], given: li
             call(*given, group.rank, list(space.addresses), space.size, timeout)
 
 
-def _reduced(
-    kind: str,
+def _prepared(
+    op: str,
     group: Group,
     as_: Sequence[Tensor],
     bs: Sequence[Tensor],
@@ -204,24 +216,23 @@ def _reduced(
     rows: Sequence[int],
     out_rows: int,
     out_dtype: torch.dtype,
-) -> Tensor:
-    """``out_rows`` rows of the sum: this rank's ("scatter") or all ("sum"). The residual has this rank's rows."""
-    device, n, total = as_[0].device, bs[0].shape[1], sum(rows)
-    ranks.require(group, device)
-    wide = workspace.pitch(n, out_dtype.itemsize)  # own rows are read and written in whole chunks
-    out = as_[0].new_empty(out_rows, wide if kind == "scatter" else n, dtype=out_dtype)
-    if total == 0 or n == 0:
-        return out[:, :n]
-    timeout = timeout_s(group, device)
-    size = workspace.scatter_bytes if kind == "scatter" else workspace.sum_bytes
-    space = workspace.ensure(group, device, kind, size(rows, n, out.element_size()))
-    # Rows of tiles begin where shards do, and TMA starts at multiples of 16 bytes of what is contiguous.
-    lefts, rights = _factors(as_, bs, by_columns=all(end % 8 == 0 for end in accumulate(rows)))
-    active = runtime.active
-    call = active.scatter if kind == "scatter" else active.all_reduce
-    name = "reduce_scatter" if kind == "scatter" else "all_reduce"
-    with _nvtx.phase(f"product and {name}", "fused"), active.chained(device):
-        call(
+) -> Prepared:
+    """``out_rows`` rows of the sum: this rank's, or all. The residual has this rank's rows."""
+    scatters = op == "matmul_reduce_scatter"
+    device, n, total, active = as_[0].device, bs[0].shape[1], sum(rows), runtime.active
+    with Reported(op, group), active.on(device):
+        ranks.require(group, device)
+        wide = workspace.pitch(n, out_dtype.itemsize)  # own rows are read and written in whole chunks
+        out = as_[0].new_empty(out_rows, wide if scatters else n, dtype=out_dtype)
+        if total == 0 or n == 0:
+            return Prepared(lambda: None, lambda: out[:, :n])
+        timeout = timeout_s(group, device)
+        size = workspace.scatter_bytes if scatters else workspace.sum_bytes
+        kind = "scatter" if scatters else "sum"
+        space = workspace.ensure(group, device, kind, size(rows, n, out.element_size()))
+        # Rows of tiles begin where shards do, and TMA starts at multiples of 16 bytes of what is contiguous.
+        lefts, rights = _factors(as_, bs, by_columns=all(end % 8 == 0 for end in accumulate(rows)))
+        given: list[Any] = [
             lefts[0],
             rights[0],
             bias,
@@ -235,8 +246,15 @@ def _reduced(
             *_plan(device),
             lefts[1:],
             rights[1:],
-        )
-    return out[:, :n]
+        ]
+
+    def launch() -> None:
+        phase = _nvtx.phase(f"product and {op.removeprefix('matmul_')}", "fused")
+        with Reported(op, group), active.on(device), phase, active.chained(device):
+            (active.scatter if scatters else active.all_reduce)(*given)
+        given.clear()  # what comes next may take its memory
+
+    return Prepared(launch, lambda: out[:, :n])
 
 
 def _factors(

@@ -54,7 +54,8 @@ def reserve(
         return  # nothing travels
     place = device_of("reserve", device)
     gathered = dtype if dtype in conditions.DTYPES else torch.bfloat16  # what is scattered may be float32
-    reason = conditions.call_missing(place.type, gathered, dtype, members.world, runtime.active.device_types)
+    types = runtime.active.device_types
+    reason = conditions.call_missing(place.type, gathered, dtype, members.world, types, rows=max_m)
     if reason is not None:
         raise BackendError(f"reserve: it is for path 'fused', but {reason}.")
     sizes = {}

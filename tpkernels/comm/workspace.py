@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from tpkernels.comm import ranks, runtime
+from tpkernels.comm import ranks, runtime, watchdog
 from tpkernels.comm.symmetric import Mapping
 from tpkernels.errors import BackendError
 from tpkernels.ops._groups import Group
@@ -160,6 +160,7 @@ def _grow(group: Group, device: torch.device, kind: str, size: int) -> Workspace
         if kept:  # graphs go on
             _spaces[key] = Workspace(reference, *kept[-1], captured=True, kept=kept[:-1])
         raise
+    watchdog.start()
     _spaces[key] = Workspace(reference, memory, mapping, kept=kept)
     return _spaces[key]
 

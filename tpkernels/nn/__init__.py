@@ -6,7 +6,8 @@
     (``clip_grad_norm_``).
 
 After ``loss.backward()`` every gradient is complete: sharded parameters have their shard's, replicated ones
-the whole, equal on every rank. Nothing is left for the trainer to reduce within the tensor-parallel group.
+the whole, equal on every rank. Nothing is left for the trainer to reduce within the tensor-parallel group. That of a
+linear layer's weight is in ``weight.main_grad``, in float32, where the weight has such an attribute (``linear``).
 """
 
 from __future__ import annotations
@@ -16,12 +17,8 @@ from tpkernels.nn.attention import ParallelAttention
 from tpkernels.nn.block import ParallelTransformerBlock
 from tpkernels.nn.embedding import VocabParallelEmbedding
 from tpkernels.nn.grad_norm import clip_grad_norm_, grad_norm
-from tpkernels.nn.linear import (
-    ColumnParallelLinear,
-    ColumnParallelLinears,
-    RowParallelLinear,
-    column_parallel,
-)
+from tpkernels.nn.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
+from tpkernels.nn.linears import ColumnParallelLinears
 from tpkernels.nn.loss import vocab_parallel_cross_entropy
 from tpkernels.nn.mlp import ParallelMLP
 from tpkernels.nn.norm import RMSNorm

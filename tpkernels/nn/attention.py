@@ -85,6 +85,7 @@ class ParallelAttention(nn.Module):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         path: str = "auto",
+        gradient_accumulation_fusion: bool | None = None,
     ) -> None:
         super().__init__()
         if sequence_dim not in (0, 1):
@@ -124,6 +125,7 @@ class ParallelAttention(nn.Module):
                 dtype=dtype,
                 device=device,
                 path=path,
+                gradient_accumulation_fusion=gradient_accumulation_fusion,
             )
 
         self.q_proj = column("q_proj", heads)
@@ -142,6 +144,7 @@ class ParallelAttention(nn.Module):
             dtype=dtype,
             device=device,
             path=path,
+            gradient_accumulation_fusion=gradient_accumulation_fusion,
         )
 
     def _split_heads(self, y: Tensor, count: int) -> Tensor:

@@ -49,6 +49,7 @@ class ParallelTransformerBlock(nn.Module):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         path: str = "auto",
+        gradient_accumulation_fusion: bool | None = None,
     ) -> None:
         super().__init__()
         before = f"{name}." if name else ""
@@ -72,6 +73,7 @@ class ParallelTransformerBlock(nn.Module):
             dtype=dtype,
             device=device,
             path=path,
+            gradient_accumulation_fusion=gradient_accumulation_fusion,
         )
         self.mlp_norm = RMSNorm(
             hidden, group=group, eps=eps, sequence_parallel=sequence_parallel, dtype=dtype, device=device
@@ -90,6 +92,7 @@ class ParallelTransformerBlock(nn.Module):
             dtype=dtype,
             device=device,
             path=path,
+            gradient_accumulation_fusion=gradient_accumulation_fusion,
         )
 
     def forward(

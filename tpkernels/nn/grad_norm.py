@@ -37,6 +37,19 @@ def _local_norm(gradients: list[Tensor], norm_type: float, device: torch.device)
     return total
 
 
+def _gradient(p: Tensor) -> Tensor | None:
+    """``p.main_grad`` where the gradient was added to it (``ops._main_grad``), else ``p.grad``."""
+    main_grad: Tensor | None = getattr(p, "main_grad", None)
+    if main_grad is None or p.grad is None:
+        return p.grad if main_grad is None else main_grad
+    if getattr(p, "grad_added_to_main_grad", False) and not getattr(p, "zero_out_wgrad", False):
+        return main_grad  # p.grad only stands for it
+    raise ArgumentError(
+        f"parameters: one of shape {list(p.shape)} has a gradient in grad and in main_grad; "
+        "add one to the other and set grad to None, or delete main_grad if nothing is added to it."
+    )
+
+
 def _group_of(parameters: list[Tensor], group: GroupLike) -> str:
     """Name of the group to sum over; the same on every rank, whichever parameters have gradients there."""
     placements = [placement for p in parameters if (placement := placement_of(p)) is not None]
@@ -67,28 +80,26 @@ def grad_norm(
 
     Args:
         parameters: as for ``torch.nn.utils.clip_grad_norm_``; those with a ``Shard`` add up over the group,
-            others count once. Parameters without a gradient are left out. All ranks must pass the same
-            parameters.
+            others count once. Parameters without a gradient are left out. The gradient of one with
+            ``main_grad`` is that. All ranks must pass the same parameters.
         group: the tensor-parallel group; None: the one that the parameters' placements name, and the default
             group where no parameter has a placement.
         norm_type: 1 or more, or ``math.inf``.
     Raises:
         GroupError: a parameter is cut over another group than ``group``, or, without it, over another than the
             rest.
+        ArgumentError: a norm_type below 1; a parameter with gradients in both ``grad`` and ``main_grad``.
     """
     if norm_type < 1:
         raise ArgumentError(f"norm_type: it must be 1 or more, or infinity, but it is {norm_type}.")
     listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     info = resolve(_group_of(listed, group))
-    with_grad = [p for p in listed if p.grad is not None]
-    device = with_grad[0].grad.device if with_grad and with_grad[0].grad is not None else torch.device("cpu")
-    if not with_grad and listed:
-        device = listed[0].device
+    gradients = [(p, g) for p in listed if (g := _gradient(p)) is not None]
+    device = gradients[0][1].device if gradients else listed[0].device if listed else torch.device("cpu")
     sharded: list[Tensor] = []
     replicated: list[Tensor] = []
-    for p in with_grad:
-        assert p.grad is not None
-        (sharded if isinstance(placement_of(p), Shard) else replicated).append(p.grad)
+    for p, g in gradients:
+        (sharded if isinstance(placement_of(p), Shard) else replicated).append(g)
     shards = _local_norm(sharded, norm_type, device)
     whole = _local_norm(replicated, norm_type, device)
     if math.isinf(norm_type):
@@ -127,6 +138,6 @@ def clip_grad_norm_(
         )
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for p in listed:
-        if p.grad is not None:
-            p.grad.mul_(factor.to(p.grad.device))  # a scalar tensor does not widen the gradient
+        if (g := _gradient(p)) is not None:
+            g.mul_(factor.to(g.device))  # a scalar tensor does not widen the gradient
     return norm

@@ -11,6 +11,12 @@ Communication is inside the operations:
     row      no                 matmul_all_reduce          none
     row      yes                matmul_reduce_scatter      all-gather of dY
 
+A weight with the attribute ``main_grad`` gets its gradient there, added in float32 by the product that makes it, and
+none in ``weight.grad``: the convention of Megatron-LM and TransformerEngine, which ``tpkernels.ops._main_grad``
+describes with ``grad_added_to_main_grad``, ``zero_out_wgrad`` and what is refused. Gradients of biases, and of weights
+of embeddings and norms, are made by no such product and go to ``grad`` as ever. ``torch.compile`` breaks its graph at
+such a layer, and raises under ``fullgraph=True``.
+
 The bias of a row-parallel layer is added once, after the sum, and its gradient is complete and equal on every
 rank. Nothing has to be reduced after ``backward()``. ``residual`` is added in the same epilogue, before the
 one rounding. Where a weight does not require gradients its product is left out.
@@ -33,8 +39,9 @@ from tpkernels.nn._checks import check_counts_from_front
 from tpkernels.nn.sharding import GroupLike, ParallelModule
 from tpkernels.nn.weights import init_parameter_
 from tpkernels.ops._checks import check_activation
+from tpkernels.ops._main_grad import checked as checked_main_grad
 
-__all__ = ["ColumnParallelLinear", "ColumnParallelLinears", "RowParallelLinear", "column_parallel"]
+__all__ = ["ColumnParallelLinear", "RowParallelLinear", "column_parallel"]
 
 # What layers must have in common to take part in one gather.
 _SHARED = ("in_features", "group_name", "sequence_parallel", "sequence_dim", "activation", "path")
@@ -45,6 +52,7 @@ class _ParallelLinear(ParallelModule):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
+    gradient_accumulation_fusion: bool | None = None
 
     def __init__(
         self,
@@ -78,6 +86,18 @@ class _ParallelLinear(ParallelModule):
                 full_name = f"{self.name}.{kind}" if self.name else kind
                 init_parameter_(parameter, seed=self.seed, name=full_name, std=self.init_std)
 
+    def _main_grad_of(self) -> nn.Parameter | None:
+        """The weight, if its gradient goes to its ``main_grad``."""
+        fuse = self.gradient_accumulation_fusion
+        if fuse is None:
+            fuse = getattr(self.weight, "main_grad", None) is not None
+        return self.weight if fuse and self.weight.requires_grad and torch.is_grad_enabled() else None
+
+    def _check_main_grad(self) -> None:
+        weight = self._main_grad_of()
+        if weight is not None:
+            checked_main_grad(weight)
+
     def _check_shard_sizes(self, shard_sizes: Sequence[int] | None) -> None:
         if shard_sizes is not None and not self.sequence_parallel:
             raise ArgumentError(
@@ -88,6 +108,7 @@ class _ParallelLinear(ParallelModule):
     def _check_input(self, x: Tensor, features: int, what: str, shard_sizes: Sequence[int] | None) -> None:
         """All that is said of x and shard_sizes in the layer's terms, before the operation checks them in its own."""
         self._check_shard_sizes(shard_sizes)
+        self._check_main_grad()
         if x.dim() < 2:
             raise ShapeError(
                 f"x: {type(self).__name__} takes at least 2 dimensions, [..., rows, features], but its shape is "
@@ -122,11 +143,14 @@ class ColumnParallelLinear(_ParallelLinear):
         seed, init_std, name: starting values, see ``tpkernels.nn.weights``.
         dtype, device: of the parameters; ``device="meta"`` leaves them unfilled.
         path: path of the operation.
+        gradient_accumulation_fusion: add the weight's gradient to ``weight.main_grad``, which must be there by the
+            first forward pass. None: where it is there. False: never, ``weight.grad`` gets it.
     Shape:
         x: [..., in_features] -> [..., out_sizes[rank]], or [..., out_features] with gather_output. Under
             sequence_parallel dimension ``sequence_dim`` grows from this rank's part to the whole sequence.
     Raises:
-        ArgumentError: a size, activation or shape that does not fit. GroupError: no such group.
+        ArgumentError: a size, activation or shape that does not fit, no main_grad. GroupError: no such group.
+        ShapeError, DTypeError, DeviceError: ``main_grad`` is not a float32 (for float64: float64) tensor like weight.
     """
 
     def __init__(
@@ -146,10 +170,12 @@ class ColumnParallelLinear(_ParallelLinear):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         path: str = "auto",
+        gradient_accumulation_fusion: bool | None = None,
     ) -> None:
         super().__init__(
             in_features, out_features, group, sequence_parallel, sequence_dim, seed, init_std, name, path
         )
+        self.gradient_accumulation_fusion = gradient_accumulation_fusion
         check_activation(activation or "none")
         self.gather_output = gather_output
         self.activation = None if activation == "none" else activation
@@ -180,7 +206,7 @@ class RowParallelLinear(_ParallelLinear):
         x: [..., in_sizes[rank]] -> [..., out_features]; residual: the shape of the output. The output has the
             type of x, under autocast that of autocast, or that of a wider residual: the type of residual + y.
     Raises:
-        ArgumentError: a size or shape that does not fit. GroupError: no such group.
+        As ``ColumnParallelLinear``.
     """
 
     def __init__(
@@ -199,10 +225,12 @@ class RowParallelLinear(_ParallelLinear):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         path: str = "auto",
+        gradient_accumulation_fusion: bool | None = None,
     ) -> None:
         super().__init__(
             in_features, out_features, group, sequence_parallel, sequence_dim, seed, init_std, name, path
         )
+        self.gradient_accumulation_fusion = gradient_accumulation_fusion
         if sequence_parallel and not input_is_parallel:
             raise ArgumentError(
                 "input_is_parallel: it must be True with sequence_parallel (the input of a row-parallel layer "
@@ -242,6 +270,7 @@ class RowParallelLinear(_ParallelLinear):
                 bias=self.bias,
                 residual=residual,
                 out_dtype=out_dtype,
+                main_grad_of=self._main_grad_of(),
                 path=self.path,
             )
         return tpk.matmul_reduce_scatter(
@@ -253,6 +282,7 @@ class RowParallelLinear(_ParallelLinear):
             bias=self.bias,
             residual=residual,
             out_dtype=out_dtype,
+            main_grad_of=self._main_grad_of(),
             path=self.path,
         )
 
@@ -288,11 +318,13 @@ def column_parallel(
                         f"{getattr(first, what)!r} in one and {getattr(layer, what)!r} in another; "
                         "call them one by one."
                     )
+            layer._check_main_grad()
         first._check_input(x, first.in_features, "in_features", shard_sizes)
 
     first._agree(x, check)
     weights = [layer.weight.t() for layer in layers]
     biases = [layer.bias for layer in layers]
+    into = [layer._main_grad_of() for layer in layers]
     if first.sequence_parallel:
         outputs = tpk.all_gather_matmul(
             x,
@@ -302,11 +334,18 @@ def column_parallel(
             shard_sizes=None if shard_sizes is None else list(shard_sizes),
             biases=biases,
             activation=first.activation,
+            main_grad_of=into,
             path=first.path,
         )
     else:
         outputs = tpk.matmul_replicated(
-            x, weights, first.group_name, biases=biases, activation=first.activation, path=first.path
+            x,
+            weights,
+            first.group_name,
+            biases=biases,
+            activation=first.activation,
+            main_grad_of=into,
+            path=first.path,
         )
     return [
         # Every rank does the same with a gathered output, so its gradient is whole already: slice, do not sum.
@@ -317,61 +356,3 @@ def column_parallel(
         else y
         for layer, y in zip(layers, outputs, strict=True)
     ]
-
-
-class ColumnParallelLinears(nn.ModuleDict):
-    """Several column-parallel layers on one input, by name: ``ColumnParallelLinears(64, {"q": 64, "k": 16})``.
-
-    ``forward(x, shard_sizes=None)`` returns the outputs in the order of the names, with one gather for all.
-    Keyword arguments are those of ``ColumnParallelLinear``. Parameters are called "q.weight", "q.bias", ...
-    as in a plain ``nn.ModuleDict`` of ``nn.Linear``.
-    """
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: dict[str, int],
-        *,
-        group: GroupLike = None,
-        bias: bool = True,
-        sequence_parallel: bool = False,
-        sequence_dim: int = 0,
-        gather_output: bool = False,
-        activation: str | None = None,
-        seed: int = 0,
-        init_std: float | None = None,
-        name: str = "",
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-        path: str = "auto",
-    ) -> None:
-        if not out_features:
-            raise ArgumentError(
-                "out_features: at least one output must be named, but the dictionary is empty."
-            )
-        super().__init__(
-            {
-                key: ColumnParallelLinear(
-                    in_features,
-                    size,
-                    group=group,
-                    bias=bias,
-                    sequence_parallel=sequence_parallel,
-                    sequence_dim=sequence_dim,
-                    gather_output=gather_output,
-                    activation=activation,
-                    seed=seed,
-                    init_std=init_std,
-                    name=f"{name}.{key}" if name else key,
-                    dtype=dtype,
-                    device=device,
-                    path=path,
-                )
-                for key, size in out_features.items()
-            }
-        )
-
-    def forward(self, x: Tensor, shard_sizes: Sequence[int] | None = None) -> list[Tensor]:
-        """Outputs in the order of the names."""
-        layers = [layer for layer in self.values() if isinstance(layer, ColumnParallelLinear)]
-        return column_parallel(layers, x, shard_sizes)

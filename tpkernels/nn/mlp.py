@@ -54,6 +54,7 @@ class ParallelMLP(nn.Module):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         path: str = "auto",
+        gradient_accumulation_fusion: bool | None = None,
     ) -> None:
         super().__init__()
         if activation != "swiglu" and activation not in _PLAIN:
@@ -77,6 +78,7 @@ class ParallelMLP(nn.Module):
                 dtype=dtype,
                 device=device,
                 path=path,
+                gradient_accumulation_fusion=gradient_accumulation_fusion,
             )
 
         if activation == "swiglu":
@@ -97,6 +99,7 @@ class ParallelMLP(nn.Module):
             dtype=dtype,
             device=device,
             path=path,
+            gradient_accumulation_fusion=gradient_accumulation_fusion,
         )
 
     def forward(

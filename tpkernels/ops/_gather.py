@@ -22,6 +22,7 @@ from tpkernels.comm.auto import Asked
 from tpkernels.comm.faults import Reported
 from tpkernels.ops import _agreement, _checks, _collectives, _groups, _paths
 from tpkernels.ops._groups import Group
+from tpkernels.ops._main_grad import taken
 from tpkernels.ops._matmul import weight_grad
 from tpkernels.ops._products import (
     Plan,
@@ -54,8 +55,9 @@ def _plan_gather(
     dtype = _checks.check_out_dtype(out_dtype, a_shard.dtype)
     transport = _groups.transport_of(group, a_shard.device, "a_shard")
     request = _paths.parse(path, a_shard.device.type, distributed=True)
+    total = math.prod(_gathered_shape(a_shard, dim, rows)[:-1])
     transport = _paths.choose_transport(
-        request, transport, group.name, group.world, a_shard.device.type, a_shard.dtype, dtype
+        request, transport, group.name, group.world, a_shard.device.type, a_shard.dtype, dtype, total
     )
     choice = _paths.choose_gemm(request, a_shard.device.type, a_shard.dtype)
     small = _paths.choose_beside(request, a_shard.device.type, a_shard.dtype)
@@ -211,7 +213,7 @@ def _all_gather_setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -
     ctx.set_materialize_grads(False)
     ctx.n, ctx.bias_of, ctx.activation = n, list(bias_of), activation
     ctx.dim, ctx.sizes, ctx.group, ctx.path = dim % a_shard.dim(), sizes, group, path
-    ctx.with_gathered = with_gathered or save
+    ctx.with_gathered, ctx.targets = with_gathered or save, taken(n)
     recompute = activation != "none" and not with_preact
     ctx.save_for_backward(
         a_shard,
@@ -242,8 +244,8 @@ def _all_gather_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...
         wants_operand = not again and any(need_bs) and not torch.is_grad_enabled()
         grad_a = _reduce_scatter_grad(ctx, a_shard, bs, dys, grad_gathered, again if wants_operand else None)
     grad_bs = [
-        weight_grad(operand(), dy, b.shape, ctx.path) if need and dy is not None else None
-        for need, dy, b in zip(need_bs, dys, bs, strict=True)
+        weight_grad(operand(), dy, b.shape, ctx.path, target=target) if need and dy is not None else None
+        for need, dy, b, target in zip(need_bs, dys, bs, ctx.targets, strict=True)
     ]
     return (grad_a, grad_bs, bias_grads(ctx, dys), no_grad(ctx.bias_of), *(None,) * 9)
 

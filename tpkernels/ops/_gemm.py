@@ -95,7 +95,19 @@ def accumulate(choice: Choice, a: Tensor, b: Tensor, acc: Tensor) -> None:
                 return
             torch.ops.tpkernels.streamk_gemm(a3, b3, None, acc3, None, "none", True)
             return
-        acc += _library(a, b, PLAIN, accumulate_dtype(acc.dtype), False).out
+        rows = _rows_view(acc) if b.dim() == 2 and acc.dtype == accumulate_dtype(a.dtype) else None
+        if rows is None:
+            acc += _library(a, b, PLAIN, accumulate_dtype(acc.dtype), False).out
+        else:
+            _add_product(rows, a.flatten(0, -2), b)
+
+
+def _add_product(acc: Tensor, a: Tensor, b: Tensor) -> None:
+    """``acc += a @ b`` in one call of the library, where ``acc`` has the dtype of its sums."""
+    if a.is_cuda and a.dtype != acc.dtype:  # float32 beside half precision: torch 2.10 and later
+        torch.addmm(acc, a, b, out_dtype=acc.dtype, out=acc)
+    else:
+        acc.addmm_(a.to(acc.dtype), b.to(acc.dtype))
 
 
 def _streamk(a: Tensor, b: Tensor, e: Epilogue, out_dtype: torch.dtype, want_preact: bool) -> Product:

@@ -14,6 +14,7 @@ from torch import Tensor
 from tpkernels.errors import DeviceError, DTypeError, ShapeError
 from tpkernels.ops import _activation, _checks, _gemm, _paths
 from tpkernels.ops._collectives import accumulate_dtype
+from tpkernels.ops._main_grad import Target
 from tpkernels.ops._registry import register
 
 
@@ -182,8 +183,15 @@ def preact_grad(
     return grad_preact if grad is None else grad + grad_preact
 
 
-def weight_grad(a: Tensor, grad: Tensor, shape: torch.Size, path: str, alpha: float = 1.0) -> Tensor:
-    """``alpha a^T @ grad`` summed over rows; for a batched weight, over the dimensions it was broadcast in."""
+def weight_grad(
+    a: Tensor, grad: Tensor, shape: torch.Size, path: str, alpha: float = 1.0, target: Target | None = None
+) -> Tensor | None:
+    """``alpha a^T @ grad`` summed over rows; for a batched weight, over the dimensions it was broadcast in.
+
+    With a target (of a weight [K, N], without alpha) it is added there, and what is returned is not it.
+    """
+    if target is not None:
+        return target.add(a.flatten(0, -2).t(), grad.flatten(0, -2), path)
     if len(shape) == 2:
         return product(a.flatten(0, -2).t(), grad.flatten(0, -2), path=path, alpha=alpha)
     return reduce_to(product(a.mT, grad, path=path, alpha=alpha), shape)

@@ -177,8 +177,12 @@ def choose_transport(
     device_type: str,
     dtype: torch.dtype,
     out_dtype: torch.dtype,
+    rows: int,
 ) -> str:
     """What carries data for an operation that can be fused; ``transport`` is what the group has.
+
+    ``rows``: of all ranks and leading dimensions together. While a graph is traced they may be a symbol, which nobody
+    compares.
 
     Whether the ranks can reach each other is found out later (:mod:`tpkernels.comm.ranks`), as they have to be asked.
     """
@@ -188,7 +192,14 @@ def choose_transport(
     if world == 1:
         return transport  # carries nothing
     if device_type != "meta":
-        missing = conditions.call_missing(device_type, dtype, out_dtype, world, runtime.active.device_types)
+        missing = conditions.call_missing(
+            device_type,
+            dtype,
+            out_dtype,
+            world,
+            runtime.active.device_types,
+            rows=rows if isinstance(rows, int) else 0,
+        )
         if missing is not None:
             raise BackendError(f"{request.source}: 'fused' was asked for, but {missing}; use 'auto'.")
     return FUSED

@@ -17,7 +17,6 @@ residual of matmul_all_reduce. The residual of matmul_reduce_scatter is sharded 
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -31,6 +30,7 @@ from tpkernels.comm.faults import Reported
 from tpkernels.errors import ArgumentError, ShapeError
 from tpkernels.ops import _agreement, _checks, _collectives, _gemm, _groups, _paths
 from tpkernels.ops._groups import Group
+from tpkernels.ops._main_grad import taken
 from tpkernels.ops._matmul import product, sum_rows, weight_grad
 from tpkernels.ops._products import grads_wanted
 from tpkernels.ops._registry import register
@@ -85,7 +85,14 @@ def _plan(
     transport = _groups.transport_of(group, a.device, "a")
     request = _paths.parse(path, a.device.type, distributed=True)
     transport = _paths.choose_transport(
-        request, transport, group.name, group.world, a.device.type, a.dtype, dtype
+        request,
+        transport,
+        group.name,
+        group.world,
+        a.device.type,
+        a.dtype,
+        dtype,
+        math.prod(shape[:-1]),
     )
     choice = _paths.choose_gemm(request, a.device.type, a.dtype)
     small = _paths.choose_beside(request, a.device.type, a.dtype)
@@ -199,24 +206,18 @@ def reduce_scatter_over(
             partial = _partial(plan, a, b).to(plan.out_dtype)
             out = fused.small_reduce_scatter(group, partial, bias, residual, plan.dim, plan.sizes)
     elif plan.transport == _paths.FUSED:
-        call = functools.partial(
-            fused.matmul_reduce_scatter,
-            group,
-            a,
-            b,
-            bias,
-            residual,
-            plan.dim,
-            plan.sizes,
-            out_dtype=plan.out_dtype,
+        # Whole, before a gather begins that peers would wait for: what is refused, or finds no memory, is so here.
+        call = fused.prepared_reduce_scatter(
+            group, a, b, bias, residual, plan.dim, plan.sizes, out_dtype=plan.out_dtype
         )
         if shard is not None and beneath.fits(group, shard, plan.dim, plan.sizes):
             with beneath.gathered(group, shard, plan.dim, plan.sizes) as rows:
-                out = call()
+                call.launch()
             gathered = beneath.shaped(rows, shard, plan.dim, plan.sizes)
             _paths.record("all_gather", _paths.FUSED, "none")
         else:
-            out = call()
+            call.launch()
+        out = call.result()
     else:
         out = _collectives.reduce_scatter(
             _partial(plan, a, b), plan.dim, plan.sizes, group, plan.out_dtype, bias=bias, residual=residual
@@ -304,7 +305,7 @@ def _sample(a: Sequence[Tensor]) -> Tensor:
 
 def _scatter_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     a, b, _, residual, dim, sizes, group, _, path = inputs
-    ctx.n, ctx.has_residual = len(a), residual is not None
+    ctx.n, ctx.has_residual, ctx.targets = len(a), residual is not None, taken(len(b))
     ctx.dim, ctx.sizes, ctx.group, ctx.path = dim % a[0].dim(), sizes, group, path
     ctx.save_for_backward(*a, *b)
 
@@ -343,8 +344,8 @@ def _scatter_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     elif any(need_bs) or need_bias:
         whole = torch.ops.tpkernels.all_gather(dy, ctx.dim, sizes, ctx.group, False)
     grad_bs = [
-        weight_grad(a, whole, b.shape, ctx.path) if need and whole is not None else None
-        for need, a, b in zip(need_bs, as_, bs, strict=True)
+        weight_grad(a, whole, b.shape, ctx.path, target=target) if need and whole is not None else None
+        for need, a, b, target in zip(need_bs, as_, bs, ctx.targets, strict=True)
     ]
     grad_bias = sum_rows(whole) if need_bias and whole is not None else None
     grad_residual = grad if ctx.has_residual else None
@@ -353,7 +354,7 @@ def _scatter_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 def _all_reduce_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     a, b, _, residual, _, _, path = inputs
-    ctx.n, ctx.has_residual, ctx.path = len(a), residual is not None, path
+    ctx.n, ctx.has_residual, ctx.path, ctx.targets = len(a), residual is not None, path, taken(len(b))
     ctx.save_for_backward(*a, *b)
 
 
@@ -367,8 +368,8 @@ def _all_reduce_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         product(dy, b.t(), path=ctx.path) if need else None for need, b in zip(need_as, bs, strict=True)
     ]
     grad_bs = [
-        weight_grad(a, dy, b.shape, ctx.path) if need else None
-        for need, a, b in zip(need_bs, as_, bs, strict=True)
+        weight_grad(a, dy, b.shape, ctx.path, target=target) if need else None
+        for need, a, b, target in zip(need_bs, as_, bs, ctx.targets, strict=True)
     ]
     grad_bias = sum_rows(dy) if need_bias else None
     grad_residual = grad if ctx.has_residual else None

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tpkernels.ops import _agreement, _checks, _groups, _paths
 from tpkernels.ops._groups import Group
+from tpkernels.ops._main_grad import taken
 from tpkernels.ops._matmul import weight_grad
 from tpkernels.ops._products import Plan, bias_grads, no_grad, preact_grads, run_products, validate_products
 from tpkernels.ops._registry import register
@@ -86,6 +87,7 @@ def _replicated_setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -
     n = len(bs)
     ctx.set_materialize_grads(False)
     ctx.n, ctx.bias_of, ctx.activation, ctx.group, ctx.path = n, list(bias_of), activation, group, path
+    ctx.targets = taken(n)
     recompute = activation != "none" and not with_preact
     ctx.save_for_backward(
         a,
@@ -108,8 +110,8 @@ def _replicated_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...
             [dy for dy, _ in present], [w for _, w in present], None, None, ctx.group, a.dtype, ctx.path
         )
     grad_bs = [
-        weight_grad(a, dy, b.shape, ctx.path) if need and dy is not None else None
-        for need, dy, b in zip(need_bs, dys, bs, strict=True)
+        weight_grad(a, dy, b.shape, ctx.path, target=target) if need and dy is not None else None
+        for need, dy, b, target in zip(need_bs, dys, bs, ctx.targets, strict=True)
     ]
     return (grad_a, grad_bs, bias_grads(ctx, dys), no_grad(ctx.bias_of), *(None,) * 5)
 

@@ -11,13 +11,18 @@ Semantics shared by all of them:
 - Under ``torch.autocast`` operands, biases and residuals are cast to its dtype, as in ``F.linear``. The residual
   of ``matmul`` stays what it is: it may have any dtype.
 - Arrays of other libraries are taken through DLPack, without a copy; results are torch tensors.
+- ``main_grad_of`` is the parameter whose ``.t()`` is ``b``, or one (or None) per weight: the gradient of ``b`` is then
+  added to the parameter's ``main_grad`` in the product itself, in float32, and ``b`` gets none. What that asks for is
+  in :mod:`tpkernels.ops._main_grad`; what it cannot do: ``create_graph``, and ``torch.compile(fullgraph=True)``, which
+  raises (without fullgraph the call breaks the graph and runs eagerly).
 - ``path`` forces an implementation (see :mod:`tpkernels.ops._paths`); ``"auto"`` may be overridden by the
   environment variable ``TPK_PATH``. ``tpkernels.last_path()`` tells what ran.
 - Path "fused" (Hopper GPUs of one host, bfloat16 and float16) lets rows travel while others are multiplied, in
   ``all_gather_matmul`` and ``matmul_reduce_scatter`` and their gradients. All ranks of a group ask for it alike. It
   uses memory that ranks share, which its first calls, and calls that need more, allocate together: make one call
   before capturing a CUDA graph, or ``tpkernels.reserve`` the memory. A wait for a rank that does not come ends after
-  the group's timeout, or TPK_COMM_TIMEOUT_S seconds, with ``CommTimeoutError``.
+  the group's timeout, or TPK_COMM_TIMEOUT_S seconds, with ``CommTimeoutError``; what happened is on stderr before that
+  (TPK_WATCHDOG=0: not).
 
 Errors are of :mod:`tpkernels.errors`: ``ShapeError``, ``DTypeError``, ``DeviceError``, ``GroupError``,
 ``ArgumentError``, ``AliasError``, ``BackendError``, ``CommTimeoutError`` and, under ``TPK_CHECK=1``,
@@ -36,6 +41,7 @@ from tpkernels.errors import ArgumentError, DTypeError, TpkError
 from tpkernels.ops import (  # noqa: F401 - register the ops
     _agreement,
     _gather,
+    _main_grad,
     _matmul,
     _reduce,
     _region_ops,
@@ -127,6 +133,7 @@ def all_gather_matmul(
     return_gathered: bool = False,
     keep_gathered: bool = False,
     save_preact: bool = True,
+    main_grad_of: _main_grad.Parameters = None,
     path: str = "auto",
 ) -> Any:
     """``activation(all_gather(a_shard) @ b + bias)`` for one weight or several that share the gather.
@@ -154,6 +161,7 @@ def all_gather_matmul(
     group_name = group_name_of(group)
     try:
         bs, bias_list, bias_of = _lists(b, biases)
+        into = _main_grad.listed(main_grad_of, bs)
         a_shard = tensor("a_shard", a_shard)
         _check_options(path, activation, out_dtype, {"gather_dim": gather_dim}, shard_sizes)
     except TpkError as error:
@@ -164,7 +172,7 @@ def all_gather_matmul(
     bs, bias_list = cast[: len(bs)], cast[len(bs) :]
     keep_preact = keeps_preact(name, save_preact, a_shard, *bs, *bias_list)
     save = keep_gathered and torch.is_grad_enabled() and any(w.requires_grad for w in bs)
-    out: list[Tensor] = _ops.all_gather_matmul(
+    args = (
         a_shard,
         bs,
         bias_list,
@@ -179,6 +187,7 @@ def all_gather_matmul(
         save,
         path,
     )
+    out: list[Tensor] = _main_grad.call(_ops.all_gather_matmul, args, into)
     result: Any = out[: len(bs)] if _is_list(b) else out[0]
     return (result, out[-1]) if return_gathered else result
 
@@ -192,6 +201,7 @@ def matmul_replicated(
     activation: str | None = None,
     out_dtype: torch.dtype | None = None,
     save_preact: bool = True,
+    main_grad_of: _main_grad.Parameters = None,
     path: str = "auto",
 ) -> Any:
     """``activation(a @ b + bias)`` where ``a`` is the same on every rank and ``b`` holds this rank's columns.
@@ -204,6 +214,7 @@ def matmul_replicated(
     group_name = group_name_of(group)
     try:
         bs, bias_list, bias_of = _lists(b, biases)
+        into = _main_grad.listed(main_grad_of, bs)
         a = tensor("a", a)
         _check_options(path, activation, out_dtype)
     except TpkError as error:
@@ -213,9 +224,8 @@ def matmul_replicated(
     a, *cast = _autocast(a, *bs, *bias_list)
     bs, bias_list = cast[: len(bs)], cast[len(bs) :]
     keep = keeps_preact(name, save_preact, a, *bs, *bias_list)
-    out: list[Tensor] = _ops.matmul_replicated(
-        a, bs, bias_list, bias_of, name, group_name, out_dtype, keep, path
-    )
+    args = (a, bs, bias_list, bias_of, name, group_name, out_dtype, keep, path)
+    out: list[Tensor] = _main_grad.call(_ops.matmul_replicated, args, into)
     return out[: len(bs)] if _is_list(b) else out[0]
 
 
@@ -229,6 +239,7 @@ def matmul_reduce_scatter(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    main_grad_of: _main_grad.Parameters = None,
     path: str = "auto",
 ) -> Tensor:
     """Sum of every rank's ``a @ b``, of which this rank keeps its rows, ``+ bias + residual``.
@@ -251,13 +262,13 @@ def matmul_reduce_scatter(
     group_name = group_name_of(group)
     try:
         as_, bs, bias, residual = _pairs(a, b, bias, residual, out_dtype)
+        into = _main_grad.listed(main_grad_of, bs)
         _check_options(path, None, out_dtype, {"scatter_dim": scatter_dim}, shard_sizes)
     except TpkError as error:
         _agreement.announce("matmul_reduce_scatter", group_name, error)
         raise
-    out: Tensor = _ops.matmul_reduce_scatter(
-        as_, bs, bias, residual, scatter_dim, shard_sizes, group_name, out_dtype, path
-    )
+    args = (as_, bs, bias, residual, scatter_dim, shard_sizes, group_name, out_dtype, path)
+    out: Tensor = _main_grad.call(_ops.matmul_reduce_scatter, args, into)
     return out
 
 
@@ -269,6 +280,7 @@ def matmul_all_reduce(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    main_grad_of: _main_grad.Parameters = None,
     path: str = "auto",
 ) -> Tensor:
     """Sum of every rank's ``a @ b``, ``+ bias + residual``, on every rank.
@@ -279,11 +291,13 @@ def matmul_all_reduce(
     group_name = group_name_of(group)
     try:
         as_, bs, bias, residual = _pairs(a, b, bias, residual, out_dtype)
+        into = _main_grad.listed(main_grad_of, bs)
         _check_options(path, None, out_dtype)
     except TpkError as error:
         _agreement.announce("matmul_all_reduce", group_name, error)
         raise
-    out: Tensor = _ops.matmul_all_reduce(as_, bs, bias, residual, group_name, out_dtype, path)
+    args = (as_, bs, bias, residual, group_name, out_dtype, path)
+    out: Tensor = _main_grad.call(_ops.matmul_all_reduce, args, into)
     return out
 
 

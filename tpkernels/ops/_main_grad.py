@@ -1,0 +1,138 @@
+"""Weight gradients that a product adds to a parameter's ``main_grad``, in float32, instead of making a tensor for them.
+
+The convention is that of Megatron-LM (``gradient_accumulation_fusion``) and TransformerEngine
+(``fuse_wgrad_accumulation``):
+
+- ``main_grad`` is an attribute of the parameter, a tensor of its shape and device: float32, for a float64 parameter
+  float64. Whoever trains makes it, zeroes it, and reads the gradient there. ``weight.grad`` stays None.
+- A parameter that has the attribute ``grad_added_to_main_grad`` gets True in it, and a gradient without meaning in
+  ``weight.grad``: Megatron's DistributedDataParallel wants one, so that its hooks run on the backward pass's own
+  thread, and drops it there. Its values are not set, or zero where ``weight.zero_out_wgrad`` is true: for a weight
+  that gets another gradient too, as one tied to an embedding does; the hook then adds ``weight.grad`` to ``main_grad``.
+- Uses of one weight in a step add up, if they are on one stream: the engine orders no two of them.
+
+An operation's schema has no place for such a tensor. What a call gives is handed to the operation's ``setup_context``
+on the same thread, and stays on its node of the autograd graph; ``main_grad`` is looked up in the backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tpkernels.errors import ArgumentError, DeviceError, DTypeError, ShapeError
+from tpkernels.ops._collectives import accumulate_dtype
+
+
+def checked(parameter: Tensor, name: str = "weight") -> Tensor:
+    """The parameter's ``main_grad``, or an error that says what is wrong with it."""
+    main_grad = getattr(parameter, "main_grad", None)
+    dtype = accumulate_dtype(parameter.dtype)
+    if not isinstance(main_grad, Tensor):
+        raise ArgumentError(
+            f"{name}.main_grad: its gradient was asked to be added to main_grad, but that is "
+            f"{'missing' if main_grad is None else repr(main_grad)}; set {name}.main_grad = "
+            f"torch.zeros_like({name}, dtype={dtype}) before the forward pass and keep it for the backward pass."
+        )
+    if main_grad.shape != parameter.shape:
+        raise ShapeError(
+            f"{name}.main_grad: expected {name}'s shape {list(parameter.shape)}, got {list(main_grad.shape)}."
+        )
+    if main_grad.dtype != dtype:
+        raise DTypeError(
+            f"{name}.main_grad: expected {dtype} for a parameter of {parameter.dtype}, got {main_grad.dtype}; make it "
+            "so, or make the layer with gradient_accumulation_fusion=False and add weight.grad to it."
+        )
+    if main_grad.device != parameter.device:
+        raise DeviceError(
+            f"{name}.main_grad: expected device {parameter.device} as {name}'s, got {main_grad.device}; move it there."
+        )
+    if getattr(parameter, "overwrite_main_grad", False):
+        raise ArgumentError(
+            f"{name}.overwrite_main_grad: gradients are added to main_grad and never replace it, but it is true; "
+            "leave it out, and zero main_grad before a step."
+        )
+    return main_grad
+
+
+class Target(NamedTuple):
+    """Where the gradient of ``b``, which is ``parameter.t()``, goes; ``node`` is b's in the autograd graph."""
+
+    parameter: Tensor
+    node: Any
+
+    def add(self, left: Tensor, right: Tensor, path: str) -> Tensor | None:
+        """``main_grad.t() += left @ right``; returns what ``b`` gets for a gradient."""
+        # The engine also comes here for the other gradients alone: torch.autograd.grad(loss, [x]).
+        if not torch._C._will_engine_execute_node(self.node):
+            return None
+        if torch.is_grad_enabled():
+            raise ArgumentError(
+                "create_graph: a gradient that is added to main_grad cannot be differentiated again, but create_graph "
+                "is true; delete main_grad before the forward pass, or make the layer with "
+                "gradient_accumulation_fusion=False."
+            )
+        parameter: Any = self.parameter
+        torch.ops.tpkernels.matmul_accumulate(left, right, checked(parameter).detach().t(), path)
+        if not hasattr(parameter, "grad_added_to_main_grad"):
+            return None
+        parameter.grad_added_to_main_grad = True
+        make = torch.zeros if getattr(parameter, "zero_out_wgrad", False) else torch.empty
+        return make(parameter.shape, dtype=left.dtype, device=left.device).t()
+
+
+_handed: ContextVar[Sequence[Target | None]] = ContextVar("_handed", default=())
+
+
+def taken(count: int) -> list[Target | None]:
+    """For ``setup_context``: one entry per weight of the call that is being made."""
+    return list(_handed.get()) or [None] * count
+
+
+Parameters = Tensor | Sequence[Tensor | None] | None
+
+
+def listed(main_grad_of: Parameters, bs: Sequence[Tensor]) -> list[Tensor | None] | None:
+    """One parameter or None per weight, each fitting its weight; None if there is none at all."""
+    if main_grad_of is None:
+        return None
+    parameters: list[Tensor | None] = (
+        [main_grad_of] if isinstance(main_grad_of, Tensor) else list(main_grad_of)
+    )
+    if len(parameters) != len(bs):
+        raise ArgumentError(
+            f"main_grad_of: expected one parameter (or None) per weight, {len(bs)} in all, got {len(parameters)}."
+        )
+    for i, (p, b) in enumerate(zip(parameters, bs, strict=True)):
+        if p is None:
+            continue
+        if p.dim() != 2 or p.t().shape != b.shape or (p.dtype == b.dtype and p.t().stride() != b.stride()):
+            raise ShapeError(
+                f"main_grad_of[{i}]: b must be the parameter's .t(), {list(p.shape[::-1])} with strides "
+                f"{list(p.stride()[::-1])}, got {list(b.shape)} with strides {list(b.stride())}."
+            )
+        if torch.is_grad_enabled() and b.requires_grad:
+            checked(p, f"main_grad_of[{i}]")
+    return parameters if any(p is not None for p in parameters) else None
+
+
+def call(op: Callable[..., Any], args: Sequence[Any], parameters: list[Tensor | None] | None) -> Any:
+    """``op(*args)``, whose second argument is the list of weights; ``parameters``: what :func:`listed` returned."""
+    return op(*args) if parameters is None else _call(op, args, parameters)
+
+
+@torch.compiler.disable(reason="tpkernels adds weight gradients to main_grad outside of compiled graphs only")
+def _call(op: Callable[..., Any], args: Sequence[Any], parameters: list[Tensor | None]) -> Any:
+    targets = [
+        None if p is None or b.grad_fn is None else Target(p, b.grad_fn)
+        for p, b in zip(parameters, args[1], strict=True)
+    ]
+    token = _handed.set(targets)
+    try:
+        return op(*args)
+    finally:
+        _handed.reset(token)
