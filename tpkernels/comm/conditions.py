@@ -8,9 +8,8 @@ from typing import NamedTuple
 import torch
 
 MAX_RANKS = 16  # words of a page, csrc/host/protocol.hpp
-MOST_ROWS = (
-    2**31 - 2048 - 1
-)  # of all ranks in a call: 32-bit numbers of rows and tiles, csrc/ops/fused_group.hpp
+# Of all ranks in a call: csrc/ops/fused_group.hpp counts rows and tiles in 32 bits.
+MOST_ROWS = 2**31 - 2048 - 1
 DTYPES = (torch.bfloat16, torch.float16)
 OUT_DTYPES = (*DTYPES, torch.float32)
 CAPABILITY = (9, 0)
