@@ -121,16 +121,18 @@ def test_who_writes_which_word(page: str) -> None:
     assert "*mine.ticket() = 0" in source("csrc/host/protocol.hpp").partition("void advance_epoch")[2]
     ticket = flags.partition("u32 take_ticket(")[2].partition("}")[0]
     assert "atom.relaxed.gpu.global" in ticket and "`atom.relaxed.gpu`" in page
-    for name, wait, acquires in (
-        ("loader", "void wait_for_chunks", ["wait_or_fail<comm::Scope::kSys>"]),
-        (
-            "owner",
-            "struct PeerRows",
-            ["wait_or_fail<comm::Scope::kSys>", "comm::load_acquire<comm::Scope::kSys>"],
-        ),
+    for name, wait, acquire in (
+        ("loader", "void wait_for_chunks", "wait_or_fail<comm::Scope::kSys>"),
+        ("owner", "void look_at_peer", "is_raised(h.arrived"),
     ):
         text = source(f"csrc/kernels/sm90a/{name}.cuh").partition(wait)[2]
-        assert all(text.index(acquire) < text.index("fence_async_proxy()") for acquire in acquires)
+        assert text.index(acquire) < text.index("fence_async_proxy()")
+    owner = source("csrc/kernels/sm90a/owner.cuh")
+    for who, how in (
+        ("void wait_for_peers", "wait_or_fail<"),
+        ("void look_for_peers", "comm::load_acquire<"),
+    ):
+        assert f"{how}comm::Scope::kSys>" in owner.partition(who)[2].partition("\n}\n")[0]
 
 
 def test_calls_are_enqueued_in_the_order_of_the_page() -> None:
@@ -312,7 +314,7 @@ def test_names_of_the_text_exist(page: str) -> None:
     """Functions and variables that the text sends the reader to."""
     for name, path in {
         "wait_for_chunks": "csrc/kernels/sm90a/loader.cuh",
-        "PeerRows": "csrc/kernels/sm90a/owner.cuh",
+        "wait_for_peers": "csrc/kernels/sm90a/owner.cuh",
         "run_ringer": "csrc/kernels/sm90a/epilogue.cuh",
         "tiles_apart": "csrc/kernels/sm90a/plan.hpp",
         "start_turn": "csrc/kernels/sm90a/plan.hpp",

@@ -52,27 +52,20 @@ struct OperandLoader {
   }
 };
 
-// Rows of A that the loading thread knows to be there: asking again would keep it from loading for 2,500
-// cycles a tile.
-struct KnownRows {
-  uint32_t epoch;
-  int begin = 0;
-  int end = 0;
-};
-
-// Waits for the chunks that rows [m, m + rows) of A lie in, and slab `slab` of them.
+// Waits for the chunks that rows [m, m + rows) of A lie in, and slab `slab` of them. Not for what is known:
+// that would keep the thread from loading for 2,500 cycles a tile.
 __device__ __forceinline__ void wait_for_chunks(const GemmParams& p, int m, int rows, int slab,
-                                                KnownRows& known) {
+                                                RowsHere& here) {
   const ArrivalHook& h = p.hooks.arrival;
   const int rows_end = min(m + rows, static_cast<int>(p.problem.m));
-  if (m >= known.begin && rows_end <= known.end) return;
+  if (m >= here.begin && rows_end <= here.end) return;
   int first = m;
   int last = m;
   int begin = 0;
   for (int c = 0; c < h.num_chunks && begin < rows_end; ++c) {
     const int end = h.row_end[c];
     if (end > m && end > begin) {
-      wait_or_fail<comm::Scope::kSys>(h.flags + c * h.slabs + slab, known.epoch, {p.timeout_ns, p.fault},
+      wait_or_fail<comm::Scope::kSys>(h.flags + c * h.slabs + slab, here.epoch, {p.timeout_ns, p.fault},
                                       FaultKind::kChunk, c, slab, [&] {
                                         int rank = 0;
                                         while (rank < h.ranks.world && h.ranks.row_end[rank] <= begin) ++rank;
@@ -85,9 +78,9 @@ __device__ __forceinline__ void wait_for_chunks(const GemmParams& p, int m, int 
   }
   fence_async_proxy();  // what was acquired, before TMA reads it
   if (h.slab_k > 0) return;
-  const bool apart = first > known.end || last < known.begin;
-  known.begin = apart ? first : min(first, known.begin);
-  known.end = apart ? last : max(last, known.end);
+  const bool apart = first > here.end || last < here.begin;
+  here.begin = apart ? first : min(first, here.begin);
+  here.end = apart ? last : max(last, here.end);
 }
 
 template <class Tile, Major kMajorA, Major kMajorB>
@@ -105,8 +98,8 @@ __device__ __forceinline__ void run_loader(const GemmParams& p, SharedStorage<Ti
   wait_for_earlier_kernels();
   if (p.shares > 0 && at.rank == 0) comm::take_ticket(p.ticket);  // one more cluster has started
   const auto epoch_at = [](const uint32_t* word) { return *static_cast<const volatile uint32_t*>(word); };
-  PeerRows peers{p.departs ? epoch_at(p.hooks.departure.epoch) : 0};
-  KnownRows known{arrives ? epoch_at(p.hooks.arrival.epoch) : 0};
+  RowsHere here{p.departs || arrives ? epoch_at(p.departs ? p.hooks.departure.epoch : p.hooks.arrival.epoch)
+                                     : 0};
   while (true) {
     const WorkItem item = items.next();  // a copy
     items.release(true);
@@ -120,7 +113,7 @@ __device__ __forceinline__ void run_loader(const GemmParams& p, SharedStorage<Ti
     // iteration.
     constexpr int kLookSteps = 4 * kBK;
     const int rows_end = item.addends > 0 ? own_end_of<Tile>(p, item) : 0;
-    int next_wait = (arrives && !is_own) || peers.end < rows_end ? k : INT_MAX;
+    int next_wait = (arrives && !is_own) || here.end < rows_end ? k : INT_MAX;
     const int end = k + item.iters * kBK;
 #pragma unroll 1
     while (k < end) {
@@ -133,12 +126,12 @@ __device__ __forceinline__ void run_loader(const GemmParams& p, SharedStorage<Ti
       for (; k < run.end; k += kBK) {
         if (k >= next_wait) {
           if (p.departs) {
-            peers.look(p);
-            next_wait = peers.end < rows_end ? k + kLookSteps : INT_MAX;
+            look_for_peers(p, here);
+            next_wait = here.end < rows_end ? k + kLookSteps : INT_MAX;
           } else {
             const int slab_k = p.hooks.arrival.slab_k;
             const int slab = slab_k > 0 ? k / slab_k : 0;
-            wait_for_chunks(p, item.m, Tile::kBM, slab, known);
+            wait_for_chunks(p, item.m, Tile::kBM, slab, here);
             next_wait = slab_k > 0 ? (slab + 1) * slab_k : INT_MAX;
           }
         }
@@ -154,7 +147,7 @@ __device__ __forceinline__ void run_loader(const GemmParams& p, SharedStorage<Ti
       }
     }
     if (item.partials() > 0) load_partials<Tile>(p, s, at, item, stage);
-    if (item.addends > 0) load_addends<Tile>(p, s, item, stage, peers);
+    if (item.addends > 0) load_addends<Tile>(p, s, item, stage, here);
   }
 }
 

@@ -10,43 +10,46 @@
 
 namespace tpk::sm90a {
 
-// What the loading thread knows of own rows: which are here from every peer. Chunk after chunk, as peers send
-// them.
-struct PeerRows {
+// Rows that the loading thread knows to be here: of A, or, in a departure, of own rows, from every peer. A
+// launch has one of both, and the thread few registers.
+struct RowsHere {
   uint32_t epoch;
-  int end = 0;    // all rows before it, counted from the first own one
-  int chunk = 0;  // the next word: of this chunk, of this peer
-  int peer = 0;
+  int begin = 0;  // departure: the next word that is looked at, chunk * kMaxRanks + peer
+  int end = 0;    // departure: counted from the first own row
+};
 
-  // Waits (bounded) until rows are here up to rows_end.
-  __device__ __forceinline__ void wait(const GemmParams& p, int rows_end) {
-    while (end < rows_end) {
-      step(p.hooks.departure, [&](const uint32_t* word, int rank) {
-        wait_or_fail<comm::Scope::kSys>(word, epoch, {p.timeout_ns, p.fault}, FaultKind::kAddend, rank,
-                                        p.own_rows.begin + end, [&] { return rank; });
-        return true;
-      });
-    }
-  }
-  // Looks at the next word, without waiting.
-  __device__ __forceinline__ void look(const GemmParams& p) {
-    step(p.hooks.departure, [&](const uint32_t* word, int) {
-      return comm::epoch_reached(comm::load_acquire<comm::Scope::kSys>(word), epoch);
+// Looks at the next word, chunk after chunk as peers send them. is_raised(word, rank).
+template <class IsRaised>
+__device__ __forceinline__ void look_at_peer(const DepartureHook& h, RowsHere& here,
+                                             const IsRaised& is_raised) {
+  const int chunk = here.begin / kMaxRanks;
+  const int peer = here.begin % kMaxRanks;
+  const int rank = peer + (peer >= h.ranks.rank ? 1 : 0);
+  if (!is_raised(h.arrived + rank * h.own_chunks + chunk, rank)) return;
+  ++here.begin;
+  if (peer + 1 < h.ranks.world - 1) return;
+  fence_async_proxy();  // what was acquired, before TMA reads it
+  here.begin = (chunk + 1) * kMaxRanks;
+  here.end = h.own_chunk_end[chunk];
+}
+
+// Waits (bounded) until own rows are here up to rows_end.
+__device__ __forceinline__ void wait_for_peers(const GemmParams& p, int rows_end, RowsHere& here) {
+  while (here.end < rows_end) {
+    look_at_peer(p.hooks.departure, here, [&](const uint32_t* word, int rank) {
+      wait_or_fail<comm::Scope::kSys>(word, here.epoch, {p.timeout_ns, p.fault}, FaultKind::kAddend, rank,
+                                      p.own_rows.begin + here.end, [&] { return rank; });
+      return true;
     });
   }
+}
 
- private:
-  // is_raised(word, rank): of the next word.
-  template <class IsRaised>
-  __device__ __forceinline__ void step(const DepartureHook& h, const IsRaised& is_raised) {
-    const int rank = peer + (peer >= h.ranks.rank ? 1 : 0);
-    if (!is_raised(h.arrived + rank * h.own_chunks + chunk, rank)) return;
-    if (++peer < h.ranks.world - 1) return;
-    fence_async_proxy();  // what was acquired, before TMA reads it
-    peer = 0;
-    end = h.own_chunk_end[chunk++];
-  }
-};
+// Looks at one word, without waiting.
+__device__ __forceinline__ void look_for_peers(const GemmParams& p, RowsHere& here) {
+  look_at_peer(p.hooks.departure, here, [&](const uint32_t* word, int) {
+    return comm::epoch_reached(comm::load_acquire<comm::Scope::kSys>(word), here.epoch);
+  });
+}
 
 // The end of an own tile's rows, counted from the first own one.
 template <class Tile>
@@ -101,8 +104,8 @@ struct AddendBoxes {
 template <class Tile>
 __device__ __forceinline__ void load_addends(const GemmParams& p, SharedStorage<Tile>& s,
                                              const WorkItem& item, RingPosition<Tile::kStages>& stage,
-                                             PeerRows& peers) {
-  peers.wait(p, own_end_of<Tile>(p, item));
+                                             RowsHere& here) {
+  wait_for_peers(p, own_end_of<Tile>(p, item), here);
   auto boxes = AddendBoxes::of<Tile>(p, item);
   const int total = addend_blocks<Tile>(p.out_kind == ScalarKind::kFp32) * item.addends;
   constexpr int kBoxBytes = (Tile::kBlocks == 1 ? kPartsPerCta<Tile> : 1) * kChunkBytes;
