@@ -98,22 +98,22 @@ class FakeRuntime(runtime.Runtime):
 
     def gather(
         self, a_shard, bs, biases, bias_of, activation, outs, preacts, gathered,
-        shard_rows, rank, addresses, timeout_s, schedule, tile, multiprocessors,
+        shard_rows, rank, addresses, timeout_s, schedule, tile, multiprocessors, whole=False,
     ):  # fmt: skip
         self.log.append("gather")
-        group, room = self._memory_of(addresses, shard_rows, rank, timeout_s)
+        _, room = self._memory_of(addresses, shard_rows, rank, timeout_s)
         (rows, k), m = a_shard.shape, sum(shard_rows)
         assert rows == shard_rows[rank] and k > 0 and (k == 1 or a_shard.stride(1) == 1)
         assert rows < 2 or a_shard.stride(0) >= k
         assert room >= m * -(-k // 8) * 8 * a_shard.element_size()
         assert len(bs) == len(outs) > 0 and len(preacts) in (0, len(bs)) and len(biases) == len(bias_of)
-        whole = _collectives.all_gather(a_shard, 0, shard_rows, group)
+        everything = self._land(a_shard, shard_rows, addresses, keep_own=whole)
         if gathered is not None:
-            assert gathered.shape == whole.shape and gathered.is_contiguous()
-            gathered.copy_(whole)
+            assert gathered.shape == everything.shape and gathered.is_contiguous()
+            gathered.copy_(everything)
         for i, b in enumerate(bs):
             assert b.shape[0] == k and b.shape[1] > 0 and outs[i].shape == (m, b.shape[1])
-            value = whole.double() @ b.double()
+            value = everything.double() @ b.double()
             if i in bias_of:
                 value += biases[bias_of.index(i)].double()
             if preacts:
@@ -127,13 +127,27 @@ class FakeRuntime(runtime.Runtime):
         assert a_shard.stride(1) == 1 and a_shard.shape[0] == shard_rows[rank]
         self._memory_of(addresses, shard_rows, rank, timeout_s)
 
-    def end_gather(self, a_shard, gathered, shard_rows, rank, addresses, timeout_s):
+    def end_gather(self, a_shard, shard_rows, rank, addresses, timeout_s):
         assert self.log.index("begin gather") < len(self.log) - 1, "something is called between the two"
         self.log.append("end gather")
-        group, room = self._memory_of(addresses, shard_rows, rank, timeout_s)
-        assert gathered.is_contiguous() and gathered.shape == (sum(shard_rows), a_shard.shape[1])
-        assert room >= gathered.shape[0] * -(-gathered.shape[1] // 8) * 8 * a_shard.element_size()
-        gathered.copy_(_collectives.all_gather(a_shard, 0, shard_rows, group))
+        _, room = self._memory_of(addresses, shard_rows, rank, timeout_s)
+        assert room >= sum(shard_rows) * -(-a_shard.shape[1] // 8) * 8 * a_shard.element_size()
+        self._land(a_shard, shard_rows, addresses, keep_own=True)
+
+    def _land(self, a_shard, shard_rows, addresses, *, keep_own):
+        """All rows, in the memory too; the own ones only where they are asked for."""
+        group, memory = self.mapped[tuple(addresses)]
+        everything = _collectives.all_gather(a_shard, 0, shard_rows, group)
+        m, k = everything.shape
+        width = -(-k // 8) * 8
+        end = workspace.PAGE_BYTES + m * width * a_shard.element_size()
+        buffer = memory[workspace.PAGE_BYTES : end].view(a_shard.dtype).view(m, width)
+        buffer.fill_(float("nan"))
+        buffer[:, :k] = everything
+        if not keep_own:
+            begin = sum(shard_rows[: group.rank])
+            buffer[begin : begin + shard_rows[group.rank]] = float("nan")
+        return everything
 
     def scatter(
         self, a, b, bias, residual, out, send, shard_rows, rank, addresses, timeout_s,

@@ -30,12 +30,16 @@ STABLE_TORCH_LIBRARY(tpkernels, m) {
       "matmul_all_reduce(Tensor[] a, Tensor[] b, Tensor? bias, Tensor? residual, str group_name, "
       "ScalarType? out_dtype, str path) -> Tensor");
 
-  // Collectives with gradients, for layers.
-  // For gradients: the own rows of sum_i a_i @ b_i over ranks, and shard, which has as many rows, gathered.
+  // Gradients of the two, those that are wanted in the order of the arguments: products with what is gathered
+  // read it where it came to.
   m.def(
-      "matmul_reduce_scatter_and_gather(Tensor[] a, Tensor[] b, Tensor shard, int dim, SymInt[]? "
-      "shard_sizes, "
-      "str group_name, ScalarType? out_dtype, str path) -> (Tensor, Tensor)");
+      "all_gather_matmul_grads(Tensor[] dys, Tensor a_shard, Tensor[] bs, bool[] need_bs, int gather_dim, "
+      "SymInt[]? shard_sizes, str group_name, str path) -> Tensor[]");
+  m.def(
+      "matmul_reduce_scatter_grads(Tensor dy, Tensor[] a, Tensor[] b, bool[] need_a, bool[] need_b, "
+      "bool need_bias, int scatter_dim, SymInt[]? shard_sizes, str group_name, str path) -> Tensor[]");
+
+  // Collectives with gradients, for layers.
   m.def("copy_to_group(Tensor x, str group_name) -> Tensor");
   m.def("all_reduce(Tensor x, str reduce_op, str group_name) -> Tensor");
   m.def(
@@ -76,14 +80,16 @@ STABLE_TORCH_LIBRARY(tpkernels, m) {
       "()");
   // One rank's part of a product that is fused with its collective, in _C_sm90a. addresses: of every rank's
   // symmetric memory, a page of words and a buffer (host/protocol.hpp), for a gather of [M, K rounded up to
-  // 8], for a reduce-scatter of a slot [most rows of a shard, N'] for each rank, where N' is N rounded up to
-  // 16 bytes. a_shard [own rows, K], K contiguous; outs and preacts [M, N_i], gathered [M, K]; out and
-  // residual [own rows, N'], send (scratch) [M, N'], all three contiguous and of one dtype. more_a
-  // and more_b: as above. Waits for ranks end after timeout_s: the launch fails, and comm_fault says why.
+  // 8], which has all rows behind the call if it is to be whole, else those of others; for a reduce-scatter
+  // of a slot [most rows of a shard, N'] for each rank, where N' is N rounded up to 16 bytes. a_shard [own
+  // rows, K], K contiguous; outs and preacts [M, N_i], gathered [M, K]; out and residual [own rows, N'], send
+  // (scratch) [M, N'], all three contiguous and of one dtype. more_a and more_b: as above. Waits for ranks
+  // end after timeout_s: the launch fails, and comm_fault says why.
   m.def(
       "fused_all_gather_matmul(Tensor a_shard, Tensor[] bs, Tensor[] biases, int[] bias_of, str activation, "
       "Tensor(o!)[] outs, Tensor(p!)[] preacts, Tensor(g!)? gathered, int[] shard_rows, int rank, "
-      "int[] addresses, float timeout_s, str schedule, str tile, int multiprocessors) -> ()");
+      "int[] addresses, float timeout_s, str schedule, str tile, int multiprocessors, bool whole=False) -> "
+      "()");
   m.def(
       "fused_matmul_reduce_scatter(Tensor a, Tensor b, Tensor? bias, Tensor? residual, Tensor(o!) out, "
       "Tensor(s!) send, int[] shard_rows, int rank, int[] addresses, float timeout_s, str schedule, str "
@@ -115,13 +121,13 @@ STABLE_TORCH_LIBRARY(tpkernels, m) {
       "shard_rows, "
       "int rank, int[] addresses, int buffer_bytes, float timeout_s, int ctas=0) -> ()");
   // A gather of rows of 16-bit elements beneath what is called between the two, in the memory of
-  // fused_all_gather_matmul: it needs no multiprocessor, and `gathered` [M, K] is complete behind the second.
+  // fused_all_gather_matmul: it needs no multiprocessor. Behind the second the own buffer has all rows.
   m.def(
       "fused_gather_begin(Tensor a_shard, int[] shard_rows, int rank, int[] addresses, float timeout_s) -> "
       "()");
   m.def(
-      "fused_gather_end(Tensor a_shard, Tensor(g!) gathered, int[] shard_rows, int rank, int[] addresses, "
-      "float timeout_s) -> ()");
+      "fused_gather_end(Tensor a_shard, int[] shard_rows, int rank, int[] addresses, float timeout_s) -> "
+      "()");
   // Before the first call on new symmetric memory, when every rank has mapped it.
   m.def("fused_warm_up(int device, int rank, int[] addresses) -> ()");
   m.def("comm_fault() -> str");

@@ -26,29 +26,18 @@ void fused_gather_begin(const Tensor& a_shard, const std::vector<int64_t>& shard
 }
 
 // Also where what came between has failed: nothing is left open.
-void fused_gather_end(const Tensor& a_shard, const Tensor& gathered, const std::vector<int64_t>& shard_rows,
-                      int64_t rank, const std::vector<int64_t>& addresses, double timeout_s) {
+void fused_gather_end(const Tensor& a_shard, const std::vector<int64_t>& shard_rows, int64_t rank,
+                      const std::vector<int64_t>& addresses, double timeout_s) {
   TPK_REQUIRE(a_shard.is_cuda() && a_shard.dim() == 2, kEnd, ": a_shard must be a CUDA tensor [rows, K].");
   const auto device = a_shard.get_device_index();
   const DeviceGuard guard(device);
   const Group g = group_of(kEnd, shard_rows, rank, addresses, timeout_s, device);
   CopyEngine::of(device, CopyEngine::Purpose::kBeneath).join(g.stream);
   const GatherPushes pushes(kEnd, a_shard, g, shard_rows);
-  check_matrix(kEnd, "gathered", gathered, g.total(), a_shard.size(1));
-  TPK_REQUIRE(gathered.is_contiguous() && gathered.scalar_type() == a_shard.scalar_type(), kEnd,
-              ": gathered must be contiguous and of a_shard's dtype.");
-  const Rows out{gathered.data_ptr(), pushes.row_bytes()};
-  pushes.copy_own(kEnd, out.from(g.rows.begin(g.rank())), 0, g.rows_of(g.rank()));
-  const Rows buffer = pushes.buffer(g.rank());
-  tpk::sm90a::CollectParams collect{pushes.chunks(),
-                                    static_cast<const char*>(buffer.data),
-                                    static_cast<int64_t>(buffer.pitch),
-                                    static_cast<char*>(out.data),
-                                    static_cast<int64_t>(out.pitch),
-                                    false,
-                                    true};
-  launch_sync(kEnd, tpk::sm90a::collect_function(), g, &collect, tpk::sm90a::kCollectCtas,
-              tpk::sm90a::kCollectThreads);
+  pushes.copy_own(kEnd, pushes.buffer(g.rank()).from(g.rows.begin(g.rank())), 0, g.rows_of(g.rank()));
+  tpk::sm90a::CollectParams here{pushes.chunks()};
+  here.gathered = true;
+  launch_sync(kEnd, tpk::sm90a::collect_function(), g, &here, 1, tpk::sm90a::kCollectThreads);
 }
 
 }  // namespace

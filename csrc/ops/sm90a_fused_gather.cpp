@@ -22,7 +22,8 @@ void fused_all_gather_matmul(const Tensor& a_shard, const std::vector<Tensor>& b
                              const std::vector<Tensor>& preacts, const std::optional<Tensor>& gathered,
                              const std::vector<int64_t>& shard_rows, int64_t rank,
                              const std::vector<int64_t>& addresses, double timeout_s,
-                             const std::string& schedule, const std::string& tile, int64_t multiprocessors) {
+                             const std::string& schedule, const std::string& tile, int64_t multiprocessors,
+                             bool whole) {
 #define REQUIRE(ok, ...) TPK_REQUIRE(ok, kGather, ": ", __VA_ARGS__)
   REQUIRE(a_shard.is_cuda() && a_shard.dim() == 2, "a_shard must be a CUDA tensor [rows, K].");
   const auto device = a_shard.get_device_index();
@@ -104,14 +105,12 @@ void fused_all_gather_matmul(const Tensor& a_shard, const std::vector<Tensor>& b
   pushes.enqueue(engine);
   // In front of the product, not beside it: a copy on this device may need multiprocessors, which a product
   // that waits for it would hold.
-  if (!in_place || head + tail >= own) {
-    pushes.copy_own(kGather, buffer.from(first), 0, own);
-  } else {
-    pushes.copy_own(kGather, buffer.from(first), 0, head);
-    pushes.copy_own(kGather, buffer.from(first), own - tail, own);
-  }
+  if (!in_place || head + tail >= own) head = own, tail = 0;
+  pushes.copy_own(kGather, buffer.from(first), 0, head);
+  pushes.copy_own(kGather, buffer.from(first), own - tail, own);
   for (size_t i = 0; i < calls.size(); ++i) tpk::ops::run_hopper(kGather, calls[i], workspaces[i], g.stream);
   engine.join();
+  if (whole) pushes.copy_own(kGather, buffer.from(first), head, own - tail);
   if (gathered) {
     const Rows out{gathered->data_ptr(), pushes.row_bytes()};
     pushes.copy_rows(kGather, out, buffer, first);

@@ -123,3 +123,25 @@ def _nothing_between(ctx):
 
 def test_nothing_between_begin_and_launch(ranks):
     ranks.run(on_fakes, _nothing_between, world=2)
+
+
+@overlaps()
+def _no_copy_of_what_is_gathered(ctx):
+    """Products for weights read it where it came to, in both backward passes, also into a main_grad."""
+    rows, made, real = ROWS * ctx.world, [], torch.Tensor.new_empty
+    *_, gather = _calls(ctx)
+    left, right = (torch.ones(*shape, dtype=BF16, requires_grad=True) for shape in ((rows, N), (K, N)))
+    right.main_grad = torch.ones(K, N)
+    y = tpk.matmul_reduce_scatter(left, right.t(), ctx.group, main_grad_of=right, path="fused")
+    with pytest.MonkeyPatch.context() as monkey:
+        monkey.setattr(torch.Tensor, "new_empty", lambda *a, **k: (made.append(real(*a, **k)), made[-1])[1])
+        gather.backward()
+        y.backward(torch.full_like(y, ctx.rank + 1))
+    assert any(x.shape == (rows, WIDE) for x in made), "what is sent"
+    assert not [x.shape for x in made if x.shape == (rows, K)], "what is gathered"
+    total = ROWS * sum(range(1, ctx.world + 1))
+    assert torch.equal(right.main_grad, torch.full((K, N), 1.0 + total)) and right.grad is None
+
+
+def test_no_copy_of_what_is_gathered(ranks):
+    ranks.run(on_fakes, _no_copy_of_what_is_gathered, world=3)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 from torch import Tensor
 
 from tpkernels.comm import fused, runtime, workspace
 from tpkernels.comm.faults import Reported, timeout_s
+from tpkernels.comm.gathered import Gathered, Use
 from tpkernels.ops._groups import Group
 
 
@@ -21,28 +23,23 @@ def fits(group: Group, x: Tensor, dim: int, sizes: Sequence[int]) -> bool:
 
 
 @contextmanager
-def gathered(group: Group, x: Tensor, dim: int, sizes: Sequence[int]) -> Iterator[Tensor]:
-    """What :func:`shaped` makes the gathered tensor of, complete behind the context. Collective; see :func:`fits`."""
+def gathered(group: Group, x: Tensor, dim: int, sizes: Sequence[int], use: Use) -> Iterator[None]:
+    """At its end all rows are here, and ``use`` is called with them. Collective; see :func:`fits`."""
     device, active = x.device, runtime.active
-    rows = _rows(x, dim, sizes)
+    rows, k = _rows(x, dim, sizes), x.shape[-1]
+    total = sum(rows)
     shard = fused.pushable(fused.as_rows(x, dim, rows[group.rank]))
     with Reported("all_gather", group), active.on(device), active.chained(device):
         timeout = timeout_s(group, device)
-        space = workspace.ensure(
-            group, device, "gather", workspace.gather_bytes(sum(rows), shard.shape[1], 2)
-        )
+        space = workspace.ensure(group, device, "gather", workspace.gather_bytes(total, k, 2))
         place = (list(rows), group.rank, list(space.addresses), timeout)
-        out = shard.new_empty(sum(rows), shard.shape[1])
         active.begin_gather(shard, *place)
         try:
-            yield out
+            yield
         finally:
-            active.end_gather(shard, out, *place)
-
-
-def shaped(rows: Tensor, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
-    """The gathered rows in the shape of ``x``."""
-    return fused.from_rows(rows, dim, sum(sizes), fused.inner_shape(x.shape, dim))
+            active.end_gather(shard, *place)
+        here = workspace.gathered_rows(space, total, k, x.dtype)
+        use(Gathered(here, partial(fused.as_rows, dim=dim, rows=total)))
 
 
 def _rows(x: Tensor, dim: int, sizes: Sequence[int]) -> list[int]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from torch import Tensor
 from tpkernels.comm import ranks, runtime, small, workspace
 from tpkernels.comm.choice import MOST_PAIRS
 from tpkernels.comm.faults import Reported, timeout_s
+from tpkernels.comm.gathered import Gathered, Use
 from tpkernels.ops import _nvtx
 from tpkernels.ops._groups import Group, shard_sizes
 
@@ -35,10 +37,12 @@ def all_gather_matmul(
     out_dtype: torch.dtype,
     want_preact: bool,
     want_gathered: bool,
+    use: Use | None = None,
 ) -> list[Tensor] | None:
     """One product per weight; then pre-activations, then the gathered operand, where wanted.
 
-    None where there is nothing to gather, on any rank. Arguments are checked already.
+    ``use`` is called with what was gathered. None where there is nothing to gather, on any rank. Arguments are
+    checked already.
     """
     device, k = a_shard.device, a_shard.shape[-1]
     inner = inner_shape(a_shard.shape, dim)
@@ -83,7 +87,15 @@ def all_gather_matmul(
                 list(space.addresses),
                 timeout,
                 *_plan(device),
+                use is not None,
             )
+            if use is not None:
+                use(
+                    Gathered(
+                        workspace.gathered_rows(space, total, k, a_shard.dtype),
+                        partial(as_rows, dim=dim, rows=total),
+                    )
+                )
     made = [*outs, *preacts, *([] if gathered is None else [gathered])]
     return [from_rows(x, dim, sum(sizes), inner) for x in made]
 

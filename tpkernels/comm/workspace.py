@@ -81,6 +81,13 @@ def pitch(n: int, itemsize: int) -> int:
     return _up(n, 16 // itemsize)
 
 
+def gathered_rows(space: Workspace, rows: int, k: int, dtype: torch.dtype) -> Tensor:
+    """[rows, k], what lies in an allocation of :func:`gather_bytes`: no copy."""
+    width = _up(k, 8)
+    buffer = space.memory[PAGE_BYTES : PAGE_BYTES + rows * width * dtype.itemsize]
+    return buffer.view(dtype).view(rows, width)[:, :k]
+
+
 def ensure(group: Group, device: torch.device, kind: str, size: int) -> Workspace:
     """The workspace of a kind ("gather", "scatter", "sum", "small"), of at least ``size`` bytes. Collective where it
     grows."""

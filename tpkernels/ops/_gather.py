@@ -20,7 +20,9 @@ from torch import Tensor
 from tpkernels.comm import auto, fused
 from tpkernels.comm.auto import Asked
 from tpkernels.comm.faults import Reported
+from tpkernels.comm.gathered import Use, plain
 from tpkernels.ops import _agreement, _checks, _collectives, _groups, _paths
+from tpkernels.ops._gradients import all_gather_grads, at_once, sizes_of
 from tpkernels.ops._groups import Group
 from tpkernels.ops._main_grad import taken
 from tpkernels.ops._matmul import weight_grad
@@ -92,7 +94,7 @@ def _gathered_shape(a_shard: Tensor, dim: int, sizes: Sequence[int]) -> list[int
     return shape
 
 
-def _all_gather_matmul(
+def gather_over(
     a_shard: Tensor,
     bs: list[Tensor],
     biases: list[Tensor],
@@ -106,7 +108,9 @@ def _all_gather_matmul(
     return_gathered: bool,
     save_gathered: bool,
     path: str,
+    use: Use | None = None,
 ) -> list[Tensor]:
+    """``tpkernels::all_gather_matmul``; ``use`` is called with what was gathered, where it came to."""
     group = _groups.resolve(group_name)
 
     def validate() -> Plan:
@@ -145,6 +149,7 @@ def _all_gather_matmul(
             out_dtype=plan.out_dtype,
             want_preact=return_preact,
             want_gathered=want_gathered,
+            use=use,
         )
         if made is not None:
             note_products("all_gather_matmul", plan, a_shard, bs, math.prod(made[0].shape[:-1]))
@@ -155,7 +160,13 @@ def _all_gather_matmul(
         gathered = _collectives.all_gather(a_shard, plan.dim, plan.sizes, group)
     with Reported("all_gather_matmul", group) if plan.way is not None else nullcontext():
         out = run_products("all_gather_matmul", plan, gathered, bs, activation, return_preact)
+    if use is not None:
+        use(plain(gathered))
     return [*out, gathered] if want_gathered else out
+
+
+def _all_gather_matmul(*args: Any) -> list[Tensor]:
+    return gather_over(*args)
 
 
 def _all_gather_matmul_fake(
@@ -214,9 +225,11 @@ def _all_gather_setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -
     ctx.n, ctx.bias_of, ctx.activation = n, list(bias_of), activation
     ctx.dim, ctx.sizes, ctx.group, ctx.path = dim % a_shard.dim(), sizes, group, path
     ctx.with_gathered, ctx.targets = with_gathered or save, taken(n)
+    ctx.dtype, ctx.rows = a_shard.dtype, a_shard.shape[ctx.dim]
     recompute = activation != "none" and not with_preact
+    wanted = not save and (recompute or any(b.requires_grad for b in bs))  # a frozen weight needs none of it
     ctx.save_for_backward(
-        a_shard,
+        a_shard if wanted else None,
         *bs,
         *(output[n : 2 * n] if with_preact else [None] * n),
         output[-1] if save else None,
@@ -236,46 +249,56 @@ def _all_gather_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...
             again.append(torch.ops.tpkernels.all_gather(a_shard, ctx.dim, ctx.sizes, ctx.group, False))
         return again[0]
 
-    dys = preact_grads(ctx, grads, bs, preacts, biases, operand, a_shard.dtype)
+    dys = preact_grads(ctx, grads, bs, preacts, biases, operand, ctx.dtype)
     grad_gathered = grads[-1] if ctx.with_gathered else None
     grad_a = None
-    if need_a:
-        # Twice differentiated it takes the operations one by one, which have gradients.
-        wants_operand = not again and any(need_bs) and not torch.is_grad_enabled()
-        grad_a = _reduce_scatter_grad(ctx, a_shard, bs, dys, grad_gathered, again if wants_operand else None)
-    grad_bs = [
-        weight_grad(operand(), dy, b.shape, ctx.path, target=target) if need and dy is not None else None
-        for need, dy, b, target in zip(need_bs, dys, bs, ctx.targets, strict=True)
-    ]
+    if (
+        need_a
+        and a_shard is not None
+        and not again
+        and at_once(ctx.targets)
+        and any(dy is not None for dy in dys)
+    ):
+        grad_a, grad_bs = all_gather_grads(
+            dys, a_shard, bs, need_bs, ctx.targets, ctx.dim, ctx.sizes, ctx.group, ctx.path
+        )
+        if grad_gathered is not None:
+            grad_a = grad_a + _scattered(ctx, grad_gathered)
+    else:
+        if need_a:
+            grad_a = _reduce_scatter_grad(ctx, bs, dys, grad_gathered)
+        grad_bs = [
+            weight_grad(operand(), dy, b.shape, ctx.path, target=target) if need and dy is not None else None
+            for need, dy, b, target in zip(need_bs, dys, bs, ctx.targets, strict=True)
+        ]
     return (grad_a, grad_bs, bias_grads(ctx, dys), no_grad(ctx.bias_of), *(None,) * 9)
 
 
 def _reduce_scatter_grad(
     ctx: Any,
-    a_shard: Tensor,
     bs: Sequence[Tensor],
     dys: Sequence[Tensor | None],
     grad_gathered: Tensor | None,
-    again: list[Tensor] | None,
 ) -> Tensor | None:
-    """Of the operand; ``again``, if it is wanted, gets the operand gathered beneath."""
-    sizes = ctx.sizes
-    if sizes is None:  # equal shards; None would mean the same here, but sums need not divide by the world
-        sizes = [a_shard.shape[ctx.dim]] * _groups.resolve(ctx.group).world
+    """Of the operand."""
     present = [(dy, b.t()) for dy, b in zip(dys, bs, strict=True) if dy is not None]
     grad = None
     if present:
         left, right = [dy for dy, _ in present], [w for _, w in present]
-        end = (ctx.dim, sizes, ctx.group, a_shard.dtype, ctx.path)
-        if again is not None:
-            grad, whole = torch.ops.tpkernels.matmul_reduce_scatter_and_gather(left, right, a_shard, *end)
-            again.append(whole)
-        else:
-            grad = torch.ops.tpkernels.matmul_reduce_scatter(left, right, None, None, *end)
+        sizes = sizes_of(ctx.rows, ctx.sizes, ctx.group)
+        end = (ctx.dim, sizes, ctx.group, ctx.dtype, ctx.path)
+        grad = torch.ops.tpkernels.matmul_reduce_scatter(left, right, None, None, *end)
     if grad_gathered is not None:
-        scattered = torch.ops.tpkernels.reduce_scatter(grad_gathered, ctx.dim, sizes, ctx.group)
+        scattered = _scattered(ctx, grad_gathered)
         grad = scattered if grad is None else grad + scattered
     return grad
+
+
+def _scattered(ctx: Any, grad_gathered: Tensor) -> Tensor:
+    """What the gradient of the gathered operand gives to that of the shard."""
+    sizes = sizes_of(ctx.rows, ctx.sizes, ctx.group)
+    out: Tensor = torch.ops.tpkernels.reduce_scatter(grad_gathered, ctx.dim, sizes, ctx.group)
+    return out
 
 
 register(

@@ -11,6 +11,8 @@ The convention is that of Megatron-LM (``gradient_accumulation_fusion``) and Tra
   that gets another gradient too, as one tied to an embedding does; the hook then adds ``weight.grad`` to ``main_grad``.
 - Uses of one weight in a step add up, if they are on one stream: the engine orders no two of them.
 
+``Delayed`` in place of a parameter leaves the gradient for later (:mod:`tpkernels.ops._delayed`).
+
 An operation's schema has no place for such a tensor. What a call gives is handed to the operation's ``setup_context``
 on the same thread, and stays on its node of the autograd graph; ``main_grad`` is looked up in the backward pass.
 """
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -59,30 +62,87 @@ def checked(parameter: Tensor, name: str = "weight") -> Tensor:
     return main_grad
 
 
-class Target(NamedTuple):
-    """Where the gradient of ``b``, which is ``parameter.t()``, goes; ``node`` is b's in the autograd graph."""
+@dataclass(frozen=True)
+class Delayed:
+    """The gradient of ``parameter`` is left for later, and ``later(parameter, fused, left, right, path)`` told of what.
+
+    ``fused``: it will go to ``main_grad``.
+    """
 
     parameter: Tensor
+    fused: bool
+    later: Callable[[Tensor, bool, Tensor, Tensor, str], None]
+
+
+def accumulate(parameter: Any, left: Tensor, right: Tensor, path: str) -> Tensor | None:
+    """``main_grad.t() += left @ right``; returns what the parameter gets for a gradient, which stands for it."""
+    torch.ops.tpkernels.matmul_accumulate(left, right, checked(parameter).detach().t(), path)
+    return _stand_in(parameter)
+
+
+def _stand_in(parameter: Any) -> Tensor | None:
+    if not hasattr(parameter, "grad_added_to_main_grad"):
+        return None
+    parameter.grad_added_to_main_grad = True
+    make = torch.zeros if getattr(parameter, "zero_out_wgrad", False) else torch.empty
+    return make(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+
+
+class Target(NamedTuple):
+    """Where the gradient of ``b``, which is the parameter's ``.t()``, goes; ``node`` is b's in the autograd graph."""
+
+    sink: Tensor | Delayed
     node: Any
 
     def add(self, left: Tensor, right: Tensor, path: str) -> Tensor | None:
-        """``main_grad.t() += left @ right``; returns what ``b`` gets for a gradient."""
-        # The engine also comes here for the other gradients alone: torch.autograd.grad(loss, [x]).
-        if not torch._C._will_engine_execute_node(self.node):
+        """Takes ``left @ right``; returns what ``b`` gets for a gradient."""
+        if not self.wanted():
             return None
+        if isinstance(self.sink, Delayed):
+            self.sink.later(self.sink.parameter, self.sink.fused, left, right, path)
+            return None
+        grad = accumulate(self.sink, left, right, path)
+        return None if grad is None else grad.t().to(left.dtype)
+
+    def into(self) -> Tensor:
+        """``main_grad.t()``, for those who add to it themselves. Not where the gradient is delayed."""
+        return checked(self.parameter).detach().t()
+
+    def added(self, like: Tensor) -> Tensor | None:
+        """What ``b`` gets for a gradient when that was added to :meth:`into`."""
+        grad = _stand_in(self.parameter)
+        return None if grad is None else grad.t().to(like.dtype)
+
+    @property
+    def delayed(self) -> bool:
+        return isinstance(self.sink, Delayed)
+
+    @property
+    def parameter(self) -> Tensor:
+        return self.sink.parameter if isinstance(self.sink, Delayed) else self.sink
+
+    def wanted(self) -> bool:
+        """Whether this backward pass makes the gradient, as opposed to torch.autograd.grad(loss, [x])."""
+        if not torch._C._will_engine_execute_node(self.node):
+            return False
         if torch.is_grad_enabled():
             raise ArgumentError(
-                "create_graph: a gradient that is added to main_grad cannot be differentiated again, but create_graph "
-                "is true; delete main_grad before the forward pass, or make the layer with "
-                "gradient_accumulation_fusion=False."
+                f"create_graph: a gradient that is {_how(self.sink)} cannot be differentiated again, but "
+                f"create_graph is true; {_way_out(self.sink)}."
             )
-        parameter: Any = self.parameter
-        torch.ops.tpkernels.matmul_accumulate(left, right, checked(parameter).detach().t(), path)
-        if not hasattr(parameter, "grad_added_to_main_grad"):
-            return None
-        parameter.grad_added_to_main_grad = True
-        make = torch.zeros if getattr(parameter, "zero_out_wgrad", False) else torch.empty
-        return make(parameter.shape, dtype=left.dtype, device=left.device).t()
+        return True
+
+
+def _how(sink: Tensor | Delayed) -> str:
+    return "delayed" if isinstance(sink, Delayed) else "added to main_grad"
+
+
+def _way_out(sink: Tensor | Delayed) -> str:
+    if isinstance(sink, Delayed):
+        return "set layer.delay_wgrad = False before the forward pass"
+    return (
+        "delete main_grad before the forward pass, or make the layer with gradient_accumulation_fusion=False"
+    )
 
 
 _handed: ContextVar[Sequence[Target | None]] = ContextVar("_handed", default=())
@@ -93,40 +153,43 @@ def taken(count: int) -> list[Target | None]:
     return list(_handed.get()) or [None] * count
 
 
-Parameters = Tensor | Sequence[Tensor | None] | None
+Sink = Tensor | Delayed
+Parameters = Sink | Sequence[Sink | None] | None
 
 
-def listed(main_grad_of: Parameters, bs: Sequence[Tensor]) -> list[Tensor | None] | None:
+def listed(main_grad_of: Parameters, bs: Sequence[Tensor]) -> list[Sink | None] | None:
     """One parameter or None per weight, each fitting its weight; None if there is none at all."""
     if main_grad_of is None:
         return None
-    parameters: list[Tensor | None] = (
-        [main_grad_of] if isinstance(main_grad_of, Tensor) else list(main_grad_of)
+    parameters: list[Sink | None] = (
+        [main_grad_of] if isinstance(main_grad_of, (Tensor, Delayed)) else list(main_grad_of)
     )
     if len(parameters) != len(bs):
         raise ArgumentError(
             f"main_grad_of: expected one parameter (or None) per weight, {len(bs)} in all, got {len(parameters)}."
         )
-    for i, (p, b) in enumerate(zip(parameters, bs, strict=True)):
-        if p is None:
+    for i, (sink, b) in enumerate(zip(parameters, bs, strict=True)):
+        if sink is None:
             continue
+        p = sink.parameter if isinstance(sink, Delayed) else sink
         if p.dim() != 2 or p.t().shape != b.shape or (p.dtype == b.dtype and p.t().stride() != b.stride()):
             raise ShapeError(
                 f"main_grad_of[{i}]: b must be the parameter's .t(), {list(p.shape[::-1])} with strides "
                 f"{list(p.stride()[::-1])}, got {list(b.shape)} with strides {list(b.stride())}."
             )
-        if torch.is_grad_enabled() and b.requires_grad:
+        fused = not isinstance(sink, Delayed) or sink.fused
+        if fused and torch.is_grad_enabled() and b.requires_grad:
             checked(p, f"main_grad_of[{i}]")
     return parameters if any(p is not None for p in parameters) else None
 
 
-def call(op: Callable[..., Any], args: Sequence[Any], parameters: list[Tensor | None] | None) -> Any:
+def call(op: Callable[..., Any], args: Sequence[Any], parameters: list[Sink | None] | None) -> Any:
     """``op(*args)``, whose second argument is the list of weights; ``parameters``: what :func:`listed` returned."""
     return op(*args) if parameters is None else _call(op, args, parameters)
 
 
 @torch.compiler.disable(reason="tpkernels adds weight gradients to main_grad outside of compiled graphs only")
-def _call(op: Callable[..., Any], args: Sequence[Any], parameters: list[Tensor | None]) -> Any:
+def _call(op: Callable[..., Any], args: Sequence[Any], parameters: list[Sink | None]) -> Any:
     targets = [
         None if p is None or b.grad_fn is None else Target(p, b.grad_fn)
         for p, b in zip(parameters, args[1], strict=True)

@@ -27,8 +27,10 @@ from torch import Tensor
 from tpkernels.comm import auto, beneath, fused
 from tpkernels.comm.auto import Asked
 from tpkernels.comm.faults import Reported
+from tpkernels.comm.gathered import Use, plain
 from tpkernels.errors import ArgumentError, ShapeError
 from tpkernels.ops import _agreement, _checks, _collectives, _gemm, _groups, _paths
+from tpkernels.ops._gradients import at_once, scatter_grads
 from tpkernels.ops._groups import Group
 from tpkernels.ops._main_grad import taken
 from tpkernels.ops._matmul import product, sum_rows, weight_grad
@@ -178,9 +180,10 @@ def reduce_scatter_over(
     out_dtype: torch.dtype | None,
     path: str,
     shard: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """``tpkernels::matmul_reduce_scatter``, and ``shard`` gathered beneath it where that can be; it has as many rows
-    as the result."""
+    use: Use | None = None,
+) -> Tensor:
+    """``tpkernels::matmul_reduce_scatter``. ``use`` is called with ``shard``, which has as many rows as the result,
+    gathered: beneath the product where that can be."""
     group = _groups.resolve(group_name)
 
     def validate() -> _Plan:
@@ -200,7 +203,7 @@ def reduce_scatter_over(
         },
     )
     plan = _settled("matmul_reduce_scatter", plan, a, b)
-    gathered = None
+    used = False
     if plan.way is not None:
         with Reported("matmul_reduce_scatter", group):
             partial = _partial(plan, a, b).to(plan.out_dtype)
@@ -210,11 +213,11 @@ def reduce_scatter_over(
         call = fused.prepared_reduce_scatter(
             group, a, b, bias, residual, plan.dim, plan.sizes, out_dtype=plan.out_dtype
         )
-        if shard is not None and beneath.fits(group, shard, plan.dim, plan.sizes):
-            with beneath.gathered(group, shard, plan.dim, plan.sizes) as rows:
-                call.launch()
-            gathered = beneath.shaped(rows, shard, plan.dim, plan.sizes)
+        if shard is not None and use is not None and beneath.fits(group, shard, plan.dim, plan.sizes):
+            used = True
             _paths.record("all_gather", _paths.FUSED, "none")
+            with beneath.gathered(group, shard, plan.dim, plan.sizes, use):
+                call.launch()
         else:
             call.launch()
         out = call.result()
@@ -223,11 +226,13 @@ def reduce_scatter_over(
             _partial(plan, a, b), plan.dim, plan.sizes, group, plan.out_dtype, bias=bias, residual=residual
         )
     _note("matmul_reduce_scatter", plan, a, b)
-    return out, gathered
+    if shard is not None and use is not None and not used:
+        use(plain(torch.ops.tpkernels.all_gather(shard, plan.dim, plan.sizes, group_name, False)))
+    return out
 
 
 def _matmul_reduce_scatter(*args: Any) -> Tensor:
-    return reduce_scatter_over(*args)[0]
+    return reduce_scatter_over(*args)
 
 
 def _matmul_reduce_scatter_fake(
@@ -303,11 +308,17 @@ def _sample(a: Sequence[Tensor]) -> Tensor:
     return a[0] if len(a) > 0 else torch.empty(0)
 
 
+def _wanted(a: Sequence[Tensor], b: Sequence[Tensor]) -> list[Tensor | None]:
+    """The operands that gradients of weights need: none where a weight is frozen."""
+    return [x if w.requires_grad else None for x, w in zip(a, b, strict=True)]
+
+
 def _scatter_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     a, b, _, residual, dim, sizes, group, _, path = inputs
     ctx.n, ctx.has_residual, ctx.targets = len(a), residual is not None, taken(len(b))
     ctx.dim, ctx.sizes, ctx.group, ctx.path = dim % a[0].dim(), sizes, group, path
-    ctx.save_for_backward(*a, *b)
+    ctx.dtype, ctx.rows = a[0].dtype, a[0].shape[ctx.dim]
+    ctx.save_for_backward(*_wanted(a, b), *b)
 
 
 def _scatter_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -316,29 +327,26 @@ def _scatter_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     as_, bs = saved[:n], saved[n:]
     sizes = ctx.sizes
     if sizes is None:
-        rows = _groups.shard_sizes(as_[0].shape[ctx.dim], _groups.resolve(ctx.group).world)
+        rows = _groups.shard_sizes(ctx.rows, _groups.resolve(ctx.group).world)
         sizes = None if all(size is rows[0] for size in rows) else rows  # equal shards keep shapes simple
-    dy = grad.to(as_[0].dtype)
+    dy = grad.to(ctx.dtype)
     need_as, need_bs, need_bias = ctx.needs_input_grad[:3]  # nested as the inputs are
+    grad_residual = grad if ctx.has_residual else None
+    if any(need_as) and at_once(ctx.targets) and all(a is not None for a in as_):
+        made = scatter_grads(
+            dy, as_, bs, (need_as, need_bs, need_bias), ctx.targets, ctx.dim, sizes, ctx.group, ctx.path
+        )
+        return (*made, grad_residual, *(None,) * 5)
     grad_as: list[Tensor | None] = [None] * n
     whole = None
     if any(need_as):
         wanted = [i for i in range(n) if need_as[i]]
-        *products, whole = torch.ops.tpkernels.all_gather_matmul(
-            dy,
-            [bs[i].t() for i in wanted],
-            [],
-            [],
-            "none",
-            ctx.dim,
-            sizes,
-            ctx.group,
-            None,
-            False,
-            True,
-            False,
-            ctx.path,
+        wants_whole = any(need_bs) or need_bias
+        end = (ctx.dim, sizes, ctx.group, None, False, wants_whole, False, ctx.path)
+        products = torch.ops.tpkernels.all_gather_matmul(
+            dy, [bs[i].t() for i in wanted], [], [], "none", *end
         )
+        whole = products.pop() if wants_whole else None
         for i, value in zip(wanted, products, strict=True):
             grad_as[i] = value
     elif any(need_bs) or need_bias:
@@ -348,21 +356,21 @@ def _scatter_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         for need, a, b, target in zip(need_bs, as_, bs, ctx.targets, strict=True)
     ]
     grad_bias = sum_rows(whole) if need_bias and whole is not None else None
-    grad_residual = grad if ctx.has_residual else None
     return (grad_as, grad_bs, grad_bias, grad_residual, *(None,) * 5)
 
 
 def _all_reduce_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     a, b, _, residual, _, _, path = inputs
     ctx.n, ctx.has_residual, ctx.path, ctx.targets = len(a), residual is not None, path, taken(len(b))
-    ctx.save_for_backward(*a, *b)
+    ctx.dtype = a[0].dtype
+    ctx.save_for_backward(*_wanted(a, b), *b)
 
 
 def _all_reduce_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     n = ctx.n
     saved = ctx.saved_tensors  # read once: recomputation unpacks at every read
     as_, bs = saved[:n], saved[n:]
-    dy = grad.to(as_[0].dtype)
+    dy = grad.to(ctx.dtype)
     need_as, need_bs, need_bias = ctx.needs_input_grad[:3]
     grad_as = [
         product(dy, b.t(), path=ctx.path) if need else None for need, b in zip(need_as, bs, strict=True)

@@ -41,12 +41,12 @@ from tpkernels.errors import ArgumentError, DTypeError, TpkError
 from tpkernels.ops import (  # noqa: F401 - register the ops
     _agreement,
     _gather,
+    _gradient_ops,
     _main_grad,
     _matmul,
     _reduce,
     _region_ops,
     _replicated,
-    _scatter_and_gather,
 )
 from tpkernels.ops._arrays import tensor
 from tpkernels.ops._groups import GroupLike, group_name_of

@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(kCollectThreads)
         }
       }
       __syncthreads();
-      copy_rows(c, c.chunks.begin(i), c.chunks.row_end[i]);
+      if (c.out != nullptr) copy_rows(c, c.chunks.begin(i), c.chunks.row_end[i]);
     }
   }
 }

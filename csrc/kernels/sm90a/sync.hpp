@@ -30,7 +30,7 @@ struct CollectParams {
   protocol::ChunkList chunks;
   const char* results = nullptr;  // [M, pitch bytes]: sums, or what a gather brings
   int64_t pitch = 0;
-  char* out = nullptr;  // [M, row_bytes]
+  char* out = nullptr;  // [M, row_bytes]; nullptr: wait, and leave them where they are
   int64_t row_bytes = 0;
   bool with_own = false;  // the own rows lie in `results`, too
   bool gathered = false;  // wait for `arrived`, not for `sums`
