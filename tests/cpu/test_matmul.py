@@ -245,6 +245,6 @@ def test_autocast():
 def test_dlpack_arrays():
     np = pytest.importorskip("numpy")
     a, b, acc = np.random.randn(3, 4), np.random.randn(4, 2), np.ones((3, 2))
-    assert np.allclose(tpk.matmul(a, b, bias=np.ones(2)).numpy(), a @ b + 1)
+    assert np.allclose(tpk.matmul(a, b, bias=np.ones(2)), a @ b + 1)
     assert tpk.matmul(a, b, accumulate_into=acc) is acc  # the array's own memory was written
     assert np.allclose(acc, a @ b + 1)

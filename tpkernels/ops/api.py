@@ -10,7 +10,8 @@ Semantics shared by all of them:
 - Shards may be unequal: ``shard_sizes`` gives the rows of every rank, 0 allowed, the same list on every rank.
 - Under ``torch.autocast`` operands, biases and residuals are cast to its dtype, as in ``F.linear``. The residual
   of ``matmul`` stays what it is: it may have any dtype.
-- Arrays of other libraries are taken through DLPack, without a copy; results are torch tensors.
+- Arrays of other libraries (NumPy, CuPy, JAX) are taken through DLPack, without a copy, on CuPy's current stream;
+  results are of that library, or torch tensors if one of the arguments is one.
 - ``main_grad_of`` is the parameter whose ``.t()`` is ``b``, or one (or None) per weight: the gradient of ``b`` is then
   added to the parameter's ``main_grad`` in the product itself, in float32, and ``b`` gets none. What that asks for is
   in :mod:`tpkernels.ops._main_grad`; what it cannot do: ``create_graph``, and ``torch.compile(fullgraph=True)``, which
@@ -48,12 +49,13 @@ from tpkernels.ops import (  # noqa: F401 - register the ops
     _region_ops,
     _replicated,
 )
-from tpkernels.ops._arrays import tensor
+from tpkernels.ops._arrays import gives_back, tensor
 from tpkernels.ops._groups import GroupLike, group_name_of
 
 _ops = torch.ops.tpkernels
 
 
+@gives_back
 def matmul(
     a: Tensor,
     b: Tensor,
@@ -120,6 +122,7 @@ def matmul(
     return out[0]
 
 
+@gives_back
 def all_gather_matmul(
     a_shard: Tensor,
     b: Tensor | Sequence[Tensor],
@@ -192,6 +195,7 @@ def all_gather_matmul(
     return (result, out[-1]) if return_gathered else result
 
 
+@gives_back
 def matmul_replicated(
     a: Tensor,
     b: Tensor | Sequence[Tensor],
@@ -229,6 +233,7 @@ def matmul_replicated(
     return out[: len(bs)] if _is_list(b) else out[0]
 
 
+@gives_back
 def matmul_reduce_scatter(
     a: Tensor | Sequence[Tensor],
     b: Tensor | Sequence[Tensor],
@@ -272,6 +277,7 @@ def matmul_reduce_scatter(
     return out
 
 
+@gives_back
 def matmul_all_reduce(
     a: Tensor | Sequence[Tensor],
     b: Tensor | Sequence[Tensor],
@@ -286,7 +292,7 @@ def matmul_all_reduce(
     """Sum of every rank's ``a @ b``, ``+ bias + residual``, on every rank.
 
     Arguments as in :func:`matmul_reduce_scatter`; ``residual`` has the shape of the whole product and is the
-    same on every rank. The result is replicated: bitwise equal on every rank. It is not on path "fused" yet.
+    same on every rank. The result is replicated: bitwise equal on every rank.
     """
     group_name = group_name_of(group)
     try:
