@@ -57,6 +57,14 @@ def test_an_array_without_a_namespace_gives_tensors(rng):
     assert isinstance(y, torch.Tensor) and np.allclose(y.numpy(), a @ a)
 
 
+def test_an_array_without_a_namespace_is_its_packages(rng):
+    """As those of CuPy 14."""
+    array = type("ndarray", (_Bare,), {"__module__": "numpy.core"})
+    a = rng.standard_normal((2, 2))
+    y = tpk.matmul(array(a), array(a))
+    assert type(y) is np.ndarray and np.allclose(y, a @ a)
+
+
 def test_lists_keep_their_places(rng):
     made = []
 

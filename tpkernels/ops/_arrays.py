@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
@@ -79,9 +80,9 @@ def _map(value: Any, change: Callable[[Tensor], Any]) -> Any:
 
 
 def _library(array: Any) -> ModuleType | None:
-    """Its namespace by the array API standard, which can take arrays over; None: it has none."""
-    namespace = getattr(array, "__array_namespace__", None)
-    return None if namespace is None else namespace()
+    """Its namespace by the array API standard, which can take arrays over, or its package; None: neither."""
+    namespace = getattr(array, "__array_namespace__", None)  # arrays of CuPy have none
+    return sys.modules.get(type(array).__module__.partition(".")[0]) if namespace is None else namespace()
 
 
 def _given_back(library: ModuleType | None, like: Any, result: Tensor) -> Any:
