@@ -15,6 +15,7 @@ from tpkernels.comm.calibrate import calibrate
 from tpkernels.comm.choice import Machine
 from tpkernels.comm.faults import synchronize
 from tpkernels.comm.reserve import reserve
+from tpkernels.integrations.async_tp import enable_async_tp
 from tpkernels.ops import regions
 from tpkernels.ops._groups import shard_sizes
 from tpkernels.ops._paths import PathLog, PathRecord, last_path, record_paths
@@ -35,6 +36,7 @@ __all__ = [
     "__version__",
     "all_gather_matmul",
     "calibrate",
+    "enable_async_tp",
     "errors",
     "explain",
     "last_path",

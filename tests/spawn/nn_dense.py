@@ -185,6 +185,20 @@ def close(actual: Tensor | None, expected: Tensor | None, note: str) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-12, msg=lambda m: f"{note}: {m}")
 
 
+def after_step(block: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor | None]:
+    """y, and the gradients of x and the parameters, by name."""
+    return {"y": y, "x": x.grad, **{name: p.grad for name, p in block.named_parameters()}}
+
+
+def assert_follows(fine: dict[str, Tensor], coarse: dict[str, Tensor], note: str) -> None:
+    """Within bfloat16's rounding, by norm."""
+    for name, value in fine.items():
+        # Of the gradient of k's bias little is left: softmax does not see what all keys share.
+        limit = 0.15 if name.endswith("k_proj.bias") else 0.03
+        error = (value - coarse[name].to(value.dtype)).norm() / value.norm().clamp_min(1e-30)
+        assert error < limit, f"{note}: {name} is off by {error:.3g}"
+
+
 def part(full: Tensor, dim: int, sizes: list[int], rank: int) -> Tensor:
     return full.narrow(dim, sum(sizes[:rank]), sizes[rank])
 

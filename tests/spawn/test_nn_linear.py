@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import pytest
 import torch
-from nn_dense import close, layouts, part
+from nn_dense import close, layouts, part, shard_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import tpkernels as tpk
 from tpkernels import nn as tnn
+from tpkernels.ops._collectives import accumulate_dtype
 from tpkernels.testing import RankContext, RankPool
 
 WORLDS = (1, 2, 3, 4)
@@ -158,6 +162,69 @@ def check_row(ctx: RankContext) -> None:
         assert torch.equal(layer.bias.grad, torch.full_like(layer.bias, float(ctx.world)))
 
 
+def check_dtypes(ctx: RankContext) -> None:
+    """Every type, both layers, uneven features and rows: each element within what its products allow."""
+    cases = [
+        (kind, bias, sp, dtype, layout)
+        for kind in ("column", "row")
+        for bias in (False, True)
+        for sp in (False, True)
+        for dtype in (torch.bfloat16, torch.float16, torch.float32, F64)
+        for layout in layouts(ctx.world)[2:4]
+    ]
+    inside, outside = 10, 7
+    for kind, bias, sp, dtype, (shape, dim, sizes) in cases:
+        of = tnn.ColumnParallelLinear if kind == "column" else tnn.RowParallelLinear
+        layer = of(
+            inside,
+            outside,
+            group=ctx.group_name,
+            bias=bias,
+            dtype=dtype,
+            sequence_parallel=sp,
+            sequence_dim=dim,
+            name="layer",
+        )
+        if bias:
+            with torch.no_grad():
+                layer.bias.copy_(shard_of(layer.bias, torch.randn(outside).to(dtype)))
+        state = {k: v.double() for k, v in tnn.full_state_dict(layer).items()}
+        x, dy = torch.randn(*shape, inside).to(dtype), torch.randn(*shape, outside).to(dtype)
+
+        def rows(t: Tensor, sp: bool = sp, dim: int = dim, sizes: list[int] = sizes) -> Tensor:
+            return part(t, dim, sizes, ctx.rank) if sp else t
+
+        def columns(t: Tensor, layer: nn.Module = layer, kind: str = kind) -> Tensor:
+            return part(t, -1, list(layer.out_sizes if kind == "column" else layer.in_sizes), ctx.rank)
+
+        give, get = (rows, columns) if kind == "column" else (columns, rows)
+        mine = give(x).clone().requires_grad_()
+        y = layer(mine, shard_sizes=sizes if sp else None)
+        y.backward(get(dy))
+        note = f"{kind} bias={bias} sp={sp} {dtype} {shape} dim={dim}"
+        results = {"y": (y, get), "x": (mine.grad, give), "weight": (layer.weight.grad, None)}
+        if bias:
+            results["bias"] = (layer.bias.grad, None)
+        exact, scale = (linear_grads(x, dy, state, f) for f in (Tensor.double, lambda t: t.double().abs()))
+        terms = max(inside, outside, x[..., 0].numel())
+        unit = (terms + 4) * torch.finfo(accumulate_dtype(dtype)).eps + 3 * torch.finfo(dtype).eps
+        for name, (value, cut) in results.items():
+            assert value.dtype == dtype, f"{note}: {name}"
+            cut = cut or functools.partial(shard_of, layer.get_parameter(name))
+            error, allowed = (value.double() - cut(exact[name])).abs(), unit * cut(scale[name])
+            assert (error <= allowed).all(), f"{note}: {name} is off by {(error - allowed).max()}"
+
+
+def linear_grads(
+    x: Tensor, dy: Tensor, state: dict[str, Tensor], to: Callable[[Tensor], Tensor]
+) -> dict[str, Tensor]:
+    """Output and gradients of the whole layer; with absolute values, what rounding errors are in proportion to."""
+    x, dy, w = to(x), to(dy), to(state["weight"])
+    y = x @ w.t() + (to(state["bias"]) if "bias" in state else 0)
+    flat_x, flat_dy = x.flatten(0, -2), dy.flatten(0, -2)
+    return {"y": y, "x": dy @ w, "weight": flat_dy.t() @ flat_x, "bias": flat_dy.sum(0)}
+
+
 def check_several(ctx: RankContext) -> None:
     """One gather for three layers gives what three layers give; frozen weights take part without a gradient."""
     sizes = {"q": 9, "k": 5, "v": 5}
@@ -192,7 +259,7 @@ def check_several(ctx: RankContext) -> None:
     assert row.weight.grad is None
 
 
-CHECKS = {f.__name__: f for f in (check_column, check_row, check_several)}
+CHECKS = {f.__name__: f for f in (check_column, check_row, check_dtypes, check_several)}
 
 
 @pytest.mark.parametrize("check", CHECKS)

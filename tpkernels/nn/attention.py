@@ -1,10 +1,13 @@
 """Causal self-attention with the heads cut over a process group.
 
-q, k and v share one gather of the sequence (``column_parallel``); every rank runs torch's scaled-dot-product
-attention on its heads over the whole sequence; the output projection is row-parallel. Grouped queries: a rank
-needs the k and v of its own q heads, so the kv heads are cut too, and their number must divide by the world.
-Replicating kv heads on several ranks, for a world larger than their number, is not offered: the message says
-so.
+q, k and v share one gather of the sequence (``column_parallel``); every rank computes attention for its heads over
+the whole sequence; the output projection is row-parallel. Grouped queries: a rank needs the k and v of its own q
+heads, so the kv heads are cut too. Where there are fewer of them than ranks, several ranks hold one
+(``shared_columns``): a kv head is then whole on the ranks whose q heads use it, and its weights' gradients are summed
+over those.
+
+The core is torch's scaled-dot-product attention. With dropout of the probabilities it is written out, since torch's
+draws from its own generator, and the mask would depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -14,12 +17,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from typing_extensions import Unpack
 
 from tpkernels.errors import ArgumentError
 from tpkernels.nn._checks import agreed
+from tpkernels.nn._options import LayerOptions, joined
+from tpkernels.nn.dropout import Step, apply_mask, check_name, check_probability, check_step, keep_mask
 from tpkernels.nn.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
+from tpkernels.nn.recompute import recomputed
 from tpkernels.nn.rotary import apply_rotary, rotary_tables
-from tpkernels.nn.sharding import GroupLike
+from tpkernels.nn.shared_columns import SharedColumnParallelLinear
 from tpkernels.ops._groups import group_name_of, resolve
 
 __all__ = ["ParallelAttention"]
@@ -31,9 +38,12 @@ def _check_heads(hidden: int, heads: int, kv_heads: int, head_dim: int, rotary: 
             f"kv_heads: the {heads} heads must be a multiple of it, so that every kv head serves equally many, "
             f"but it is {kv_heads}."
         )
-    for argument, count in (("heads", heads), ("kv_heads", kv_heads)):
-        if count % world:
-            fits = [n for n in range(1, kv_heads + 1) if heads % n == 0 and kv_heads % n == 0]
+    fits = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
+    for argument, count, fit in (
+        ("heads", heads, heads % world == 0),
+        ("kv_heads", kv_heads, kv_heads % world == 0 or world % kv_heads == 0),
+    ):
+        if not fit:
             raise ArgumentError(
                 f"{argument}: they are shared out evenly over the group, but {count} {argument} cannot be shared by "
                 f"{world} ranks; with {heads} heads and {kv_heads} kv_heads the group may have "
@@ -46,23 +56,38 @@ def _check_heads(hidden: int, heads: int, kv_heads: int, head_dim: int, rotary: 
         )
 
 
+def _written_out(q: Tensor, k: Tensor, v: Tensor, causal: bool, keep: Tensor, p: float) -> Tensor:
+    """softmax(q k^T / sqrt(D)) with dropout, times v: [B, heads, S, D], k and v [B, kv heads, S, D] -> as q."""
+    batch, heads, length, size = q.shape
+    grouped = (batch, k.shape[1], -1, size)
+    scores = (q * size**-0.5).reshape(grouped) @ k.mT
+    scores = scores.view(batch, heads, length, k.shape[2])
+    if causal:  # added, not filled in: an addition keeps nothing for the backward pass
+        scores = scores + torch.full(scores.shape[-2:], -torch.inf, dtype=q.dtype, device=q.device).triu(1)
+    weights = apply_mask(scores.softmax(-1), keep, p)
+    return (weights.view(batch, k.shape[1], -1, k.shape[2]) @ v).view(batch, heads, length, v.shape[-1])
+
+
 class ParallelAttention(nn.Module):
     """Self-attention: q_proj, k_proj, v_proj column-parallel, o_proj row-parallel.
 
     Args:
         hidden: features of x.
-        heads, kv_heads: of the whole layer; kv_heads None: as many as heads. Both must divide by the world.
+        heads, kv_heads: of the whole layer; kv_heads None: as many as heads. heads must divide by the world, kv_heads
+            too, or the world by kv_heads: each is then on world / kv_heads ranks.
         head_dim: elements of a head; None: hidden / heads.
         causal: every position sees itself and those before it.
         rotary_base: base of the rotary positions; None: no positions.
         bias: of q_proj, k_proj, v_proj; ``out_bias`` of o_proj.
-        The others: as in ``ColumnParallelLinear``. sequence_dim also says how x lies when sequence_parallel
-            is off.
+        dropout: part of the attention probabilities that is dropped in training, see ``tpkernels.nn.dropout``;
+            forward then needs ``step``, and the layer a ``name``.
+        recompute_core: compute the core again in the backward pass, see ``tpkernels.nn.recompute``.
+        options: as in ``ColumnParallelLinear``. sequence_dim also says how x lies when sequence_parallel is off.
     Shape:
         x: [S, B, hidden] (sequence_dim 0) or [B, S, hidden] (sequence_dim 1) -> the same; under
             sequence_parallel this rank's part of the sequence, in and out.
     Raises:
-        ArgumentError: head counts that do not divide, naming them; x of another shape.
+        ArgumentError: head counts that do not divide, naming them; x of another shape; dropout without name or step.
     """
 
     def __init__(
@@ -71,23 +96,17 @@ class ParallelAttention(nn.Module):
         heads: int,
         kv_heads: int | None = None,
         *,
-        group: GroupLike = None,
         head_dim: int | None = None,
         causal: bool = True,
         rotary_base: float | None = 10000.0,
         bias: bool = False,
         out_bias: bool = False,
-        sequence_parallel: bool = False,
-        sequence_dim: int = 0,
-        seed: int = 0,
-        init_std: float | None = None,
-        name: str = "",
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-        path: str = "auto",
-        gradient_accumulation_fusion: bool | None = None,
+        dropout: float = 0.0,
+        recompute_core: bool = False,
+        **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__()
+        sequence_dim = options.get("sequence_dim", 0)
         if sequence_dim not in (0, 1):
             raise ArgumentError(
                 f"sequence_dim: attention takes 0 for [S, B, H] or 1 for [B, S, H], but it is {sequence_dim}."
@@ -99,52 +118,38 @@ class ParallelAttention(nn.Module):
             raise ArgumentError(
                 f"heads: {hidden} hidden features are not a multiple of {heads} heads; give head_dim."
             )
+        check_probability(dropout, "dropout")
+        self.name = options.get("name", "")
+        check_name(dropout, self.name)
         self.head_dim = hidden // heads if head_dim is None else head_dim
-        world = resolve(group_name_of(group)).world
-        _check_heads(hidden, heads, kv_heads, self.head_dim, rotary_base is not None, world)
+        group = resolve(group_name_of(options.get("group")))
+        _check_heads(hidden, heads, kv_heads, self.head_dim, rotary_base is not None, group.world)
         self.heads = heads
         self.kv_heads = kv_heads
-        self.local_heads = heads // world
-        self.local_kv_heads = kv_heads // world
+        self.local_heads = heads // group.world
+        self.local_kv_heads = max(1, kv_heads // group.world)
+        self.first_head = group.rank * self.local_heads
         self.causal = causal
         self.rotary_base = rotary_base
+        self.dropout = dropout
+        self.recompute_core = recompute_core
         self.sequence_dim = sequence_dim
-        before = f"{name}." if name else ""
+        self.seed = options.get("seed", 0)
+        shared = kv_heads % group.world != 0
 
-        def column(key: str, count: int) -> ColumnParallelLinear:
-            return ColumnParallelLinear(
-                hidden,
-                count * self.head_dim,
-                group=group,
-                bias=bias,
-                sequence_parallel=sequence_parallel,
-                sequence_dim=sequence_dim,
-                seed=seed,
-                init_std=init_std,
-                name=before + key,
-                dtype=dtype,
-                device=device,
-                path=path,
-                gradient_accumulation_fusion=gradient_accumulation_fusion,
-            )
+        def key_value(key: str) -> ColumnParallelLinear:
+            features, own = kv_heads * self.head_dim, joined(options, key)
+            if shared:
+                return SharedColumnParallelLinear(hidden, features, kv_heads, bias=bias, **own)
+            return ColumnParallelLinear(hidden, features, bias=bias, **own)
 
-        self.q_proj = column("q_proj", heads)
-        self.k_proj = column("k_proj", kv_heads)
-        self.v_proj = column("v_proj", kv_heads)
+        self.q_proj = ColumnParallelLinear(
+            hidden, heads * self.head_dim, bias=bias, **joined(options, "q_proj")
+        )
+        self.k_proj = key_value("k_proj")
+        self.v_proj = key_value("v_proj")
         self.o_proj = RowParallelLinear(
-            heads * self.head_dim,
-            hidden,
-            group=group,
-            bias=out_bias,
-            sequence_parallel=sequence_parallel,
-            sequence_dim=sequence_dim,
-            seed=seed,
-            init_std=init_std,
-            name=before + "o_proj",
-            dtype=dtype,
-            device=device,
-            path=path,
-            gradient_accumulation_fusion=gradient_accumulation_fusion,
+            heads * self.head_dim, hidden, bias=out_bias, **joined(options, "o_proj")
         )
 
     def _split_heads(self, y: Tensor, count: int) -> Tensor:
@@ -152,12 +157,34 @@ class ParallelAttention(nn.Module):
         y = y.unflatten(-1, (count, self.head_dim))
         return y.permute(1, 2, 0, 3) if self.sequence_dim == 0 else y.transpose(1, 2)
 
-    def _check_input(self, x: Tensor) -> None:
+    def _check_input(self, x: Tensor, step: Step | None) -> None:
         if x.dim() != 3:
             raise ArgumentError(
                 f"x: attention takes three dimensions, {'[S, B, H]' if self.sequence_dim == 0 else '[B, S, H]'}, "
                 f"but its shape is {list(x.shape)}."
             )
+        if self._drops:
+            check_step(step)
+
+    @property
+    def _drops(self) -> bool:
+        return self.training and self.dropout > 0
+
+    def _core(self, q: Tensor, k: Tensor, v: Tensor, step: Step | None) -> Tensor:
+        """[B, heads, S, D], k and v [B, kv heads, S, D], all local -> as q."""
+        if not self._drops:
+            gqa = self.local_heads != self.local_kv_heads
+            return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=gqa)
+        keep = keep_mask(
+            (*q.shape[:3], k.shape[2]),
+            self.dropout,
+            seed=self.seed,
+            name=f"{self.name}.probabilities",
+            step=check_step(step),
+            starts=(0, self.first_head, 0, 0),
+            device=q.device,
+        )
+        return _written_out(q, k, v, self.causal, keep, self.dropout)
 
     def forward(
         self,
@@ -165,13 +192,21 @@ class ParallelAttention(nn.Module):
         residual: Tensor | None = None,
         shard_sizes: Sequence[int] | None = None,
         rotary: tuple[Tensor, Tensor] | None = None,
+        step: Step | None = None,
     ) -> Tensor:
         """Attention output (+ residual, of its shape).
 
         ``shard_sizes``: sequence rows of every rank where they are not equal. ``rotary``: tables of
-        ``rotary_tables`` for the whole sequence, so that layers may share them; None: made here.
+        ``rotary_tables`` for the whole sequence, so that layers may share them; None: made here. ``step``: see
+        ``tpkernels.nn.dropout``.
         """
-        agreed(type(self).__name__, self.q_proj.group_name, x, lambda: self._check_input(x))
+        agreed(
+            type(self).__name__,
+            self.q_proj.group_name,
+            x,
+            lambda: self._check_input(x, step),
+            lambda: {"step": int(check_step(step))} if self._drops else {},
+        )
         q, k, v = column_parallel((self.q_proj, self.k_proj, self.v_proj), x, shard_sizes)
         q = self._split_heads(q, self.local_heads)
         k = self._split_heads(k, self.local_kv_heads)
@@ -180,9 +215,10 @@ class ParallelAttention(nn.Module):
             if rotary is None:
                 rotary = rotary_tables(q.shape[2], self.head_dim, base=self.rotary_base, device=x.device)
             q, k = apply_rotary(q, *rotary), apply_rotary(k, *rotary)
-        y = F.scaled_dot_product_attention(
-            q, k, v, is_causal=self.causal, enable_gqa=self.local_heads != self.local_kv_heads
-        )
+        if self.recompute_core:
+            y = recomputed(self._core, q, k, v, step, keep_random_state=False)
+        else:
+            y = self._core(q, k, v, step)
         y = y.permute(2, 0, 1, 3) if self.sequence_dim == 0 else y.transpose(1, 2)
         out: Tensor = self.o_proj(y.flatten(2), residual=residual, shard_sizes=shard_sizes)
         return out
@@ -191,5 +227,5 @@ class ParallelAttention(nn.Module):
         return (
             f"heads={self.heads}, kv_heads={self.kv_heads}, local heads={self.local_heads}, "
             f"local kv_heads={self.local_kv_heads}, head_dim={self.head_dim}, causal={self.causal}, "
-            f"rotary_base={self.rotary_base}, sequence_dim={self.sequence_dim}"
+            f"rotary_base={self.rotary_base}, dropout={self.dropout}, sequence_dim={self.sequence_dim}"
         )

@@ -1,31 +1,50 @@
-"""A transformer block in the style of Llama, tensor parallel.
+"""A transformer block, tensor parallel, in the styles of Llama and of GPT.
 
     h = x + attention(attention_norm(x));  y = h + mlp(mlp_norm(h))
 
+    Llama   ParallelTransformerBlock(4096, 11008, 32, 8)
+    GPT     ParallelTransformerBlock(768, 3072, 12, norm="layer", activation="gelu", bias=True, rotary_base=None,
+                                     dropout=0.1, attention_dropout=0.1, name="blocks.0")
+
 Both sums are the ``residual`` of a row-parallel product: added once, in float32, before the one rounding of
-its output. Under sequence parallelism x, h and y are this rank's part of the sequence; the block then has two
-gathers and two reduce-scatters forward, and the weights of the norms get their complete gradients.
+its output; where dropout comes between, they are sums of their own. Under sequence parallelism x, h and y are this
+rank's part of the sequence; the block then has two gathers and two reduce-scatters forward, and the parameters of
+the norms get their complete gradients.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
+from tpkernels.errors import ArgumentError
+from tpkernels.nn._options import LayerOptions, joined
 from tpkernels.nn.attention import ParallelAttention
+from tpkernels.nn.dropout import Dropout, Step, check_name, check_probability
 from tpkernels.nn.mlp import ParallelMLP
-from tpkernels.nn.norm import RMSNorm
-from tpkernels.nn.sharding import GroupLike
+from tpkernels.nn.norm import LayerNorm, RMSNorm
+from tpkernels.nn.recompute import check_recompute, recomputed
 
 __all__ = ["ParallelTransformerBlock"]
 
+_NORMS = {"rms": RMSNorm, "layer": LayerNorm}
+
 
 class ParallelTransformerBlock(nn.Module):
-    """attention_norm, attention, mlp_norm, mlp (SwiGLU unless told otherwise).
+    """attention_norm, attention, mlp_norm, mlp.
 
-    Args and shapes: those of ``ParallelAttention`` and ``ParallelMLP``; ``eps`` of the norms.
+    Args:
+        hidden, intermediate, heads, kv_heads, activation, bias, rotary_base, causal, options: those of
+            ``ParallelAttention`` and ``ParallelMLP``.
+        norm: "rms" or "layer" (weight and bias); ``eps`` of both.
+        dropout: of the outputs of attention and mlp, before they are added. attention_dropout: of the attention
+            probabilities. Both in training only; forward then needs ``step`` and the block a ``name``, see
+            ``tpkernels.nn.dropout``.
+        recompute: "none", "selective" (the attention core) or "full", see ``tpkernels.nn.recompute``.
+    Raises:
+        ArgumentError: sizes that do not fit, an unknown norm, activation or recompute, dropout without a name.
     """
 
     def __init__(
@@ -35,73 +54,102 @@ class ParallelTransformerBlock(nn.Module):
         heads: int,
         kv_heads: int | None = None,
         *,
-        group: GroupLike = None,
+        norm: str = "rms",
         activation: str = "swiglu",
         bias: bool = False,
         eps: float = 1e-5,
         rotary_base: float | None = 10000.0,
         causal: bool = True,
-        sequence_parallel: bool = False,
-        sequence_dim: int = 0,
-        seed: int = 0,
-        init_std: float | None = None,
-        name: str = "",
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-        path: str = "auto",
-        gradient_accumulation_fusion: bool | None = None,
+        dropout: float = 0.0,
+        attention_dropout: float = 0.0,
+        recompute: str = "none",
+        **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__()
-        before = f"{name}." if name else ""
-        self.attention_norm = RMSNorm(
-            hidden, group=group, eps=eps, sequence_parallel=sequence_parallel, dtype=dtype, device=device
-        )
+        if norm not in _NORMS:
+            raise ArgumentError(
+                f"norm: it must be one of {', '.join(map(repr, _NORMS))}, but it is {norm!r}."
+            )
+        check_probability(dropout, "dropout")
+        check_probability(attention_dropout, "attention_dropout")
+        check_recompute(recompute)
+        name = options.get("name", "")
+        check_name(max(dropout, attention_dropout), name)
+        self.recompute = recompute
+        group, sequence_parallel = options.get("group"), options.get("sequence_parallel", False)
+
+        def normalised() -> nn.Module:
+            return _NORMS[norm](
+                hidden,
+                group=group,
+                eps=eps,
+                sequence_parallel=sequence_parallel,
+                dtype=options.get("dtype"),
+                device=options.get("device"),
+            )
+
+        def dropped(key: str) -> Dropout:
+            return Dropout(
+                dropout,
+                name=f"{name}.{key}",
+                group=group,
+                sequence_parallel=sequence_parallel,
+                sequence_dim=options.get("sequence_dim", 0),
+                seed=options.get("seed", 0),
+            )
+
+        self.attention_norm = normalised()
         self.attention = ParallelAttention(
             hidden,
             heads,
             kv_heads,
-            group=group,
             causal=causal,
             rotary_base=rotary_base,
             bias=bias,
             out_bias=bias,
-            sequence_parallel=sequence_parallel,
-            sequence_dim=sequence_dim,
-            seed=seed,
-            init_std=init_std,
-            name=before + "attention",
-            dtype=dtype,
-            device=device,
-            path=path,
-            gradient_accumulation_fusion=gradient_accumulation_fusion,
+            dropout=attention_dropout,
+            recompute_core=recompute == "selective",
+            **joined(options, "attention"),
         )
-        self.mlp_norm = RMSNorm(
-            hidden, group=group, eps=eps, sequence_parallel=sequence_parallel, dtype=dtype, device=device
-        )
+        self.attention_dropout = dropped("attention_dropout")
+        self.mlp_norm = normalised()
         self.mlp = ParallelMLP(
-            hidden,
-            intermediate,
-            group=group,
-            activation=activation,
-            bias=bias,
-            sequence_parallel=sequence_parallel,
-            sequence_dim=sequence_dim,
-            seed=seed,
-            init_std=init_std,
-            name=before + "mlp",
-            dtype=dtype,
-            device=device,
-            path=path,
-            gradient_accumulation_fusion=gradient_accumulation_fusion,
+            hidden, intermediate, activation=activation, bias=bias, **joined(options, "mlp")
         )
+        self.mlp_dropout = dropped("mlp_dropout")
 
     def forward(
         self,
         x: Tensor,
         shard_sizes: Sequence[int] | None = None,
         rotary: tuple[Tensor, Tensor] | None = None,
+        step: Step | None = None,
     ) -> Tensor:
         """[S, B, hidden] or [B, S, hidden] -> the same; arguments as in ``ParallelAttention.forward``."""
-        h = self.attention(self.attention_norm(x), residual=x, shard_sizes=shard_sizes, rotary=rotary)
-        y: Tensor = self.mlp(self.mlp_norm(h), residual=h, shard_sizes=shard_sizes)
-        return y
+        if self.recompute == "full":
+            return recomputed(self._forward, x, shard_sizes, rotary, step)
+        return self._forward(x, shard_sizes, rotary, step)
+
+    def _forward(
+        self,
+        x: Tensor,
+        shard_sizes: Sequence[int] | None,
+        rotary: tuple[Tensor, Tensor] | None,
+        step: Step | None,
+    ) -> Tensor:
+        normed = self.attention_norm(x)
+        if self.attention_dropout.active:
+            y = self.attention(normed, shard_sizes=shard_sizes, rotary=rotary, step=step)
+            h = x + self.attention_dropout(y, step, shard_sizes)
+        else:
+            h = self.attention(normed, residual=x, shard_sizes=shard_sizes, rotary=rotary, step=step)
+        normed = self.mlp_norm(h)
+        if self.mlp_dropout.active:
+            y = self.mlp(normed, shard_sizes=shard_sizes)
+            out: Tensor = h + self.mlp_dropout(y, step, shard_sizes)
+        else:
+            out = self.mlp(normed, residual=h, shard_sizes=shard_sizes)
+        return out
+
+    def extra_repr(self) -> str:
+        return f"recompute={self.recompute!r}"

@@ -1,9 +1,9 @@
 """Gradient clipping over a tensor-parallel group.
 
 The norm of the whole model is that of the unsharded one: shards of all ranks add up, a replicated parameter
-counts once. Only rank 0 of the group contributes the replicated part, and the sum is formed in rank order, so
-that all ranks clip by the same bits even if their replicated gradients should differ. One all-reduce of one
-number.
+counts once, as does a shard that several ranks hold. Only rank 0 of the group contributes the replicated part, and
+the sum is formed in rank order, so that all ranks clip by the same bits even if their replicated gradients should
+differ. One all-reduce of one number.
 """
 
 from __future__ import annotations
@@ -99,7 +99,11 @@ def grad_norm(
     sharded: list[Tensor] = []
     replicated: list[Tensor] = []
     for p, g in gradients:
-        (sharded if isinstance(placement_of(p), Shard) else replicated).append(g)
+        placement = placement_of(p)
+        if not isinstance(placement, Shard):
+            replicated.append(g)
+        elif placement.counts:
+            sharded.append(g)
     shards = _local_norm(sharded, norm_type, device)
     whole = _local_norm(replicated, norm_type, device)
     if math.isinf(norm_type):

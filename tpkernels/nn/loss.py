@@ -8,6 +8,12 @@ so every rank sends three numbers a token (m_r, s_r, and t or 0) in ONE all-gath
 same bits. Megatron-LM and torch's loss_parallel take three all-reduces. Backward has no communication:
 softmax of the local logits, minus one at the target.
 
+Label smoothing e takes a part e of the target's weight and spreads it over the V entries of the whole vocabulary:
+
+    loss = (1 - e) (L - t) + e / V sum_v (L - x_v),    L = m + log(sum_r s_r exp(m_r - m))
+
+for which every rank sends a fourth number, sum_v (m_r - x_v): small terms of one sign, so nothing cancels.
+
 Saved for backward are the logits as they came and the log-sum-exp; the softmax is computed again, which costs
 one exp an element and saves a float32 copy of the logits. Computation is in float32 (float64 for float64
 logits). Subtracting the maximum first keeps huge logits finite. A rank without vocabulary contributes m_r =
@@ -40,42 +46,70 @@ def _rank_and_world(group_name: str) -> tuple[int, int]:
     return info.rank, info.world
 
 
-def _local_terms(wide: Tensor, target: Tensor, mine: Tensor) -> Tensor:
-    """[3, *tokens]: this rank's maximum, its sum of exp(x - maximum), and the target's logit or 0."""
+def _local_terms(wide: Tensor, target: Tensor, mine: Tensor, smoothing: float) -> Tensor:
+    """[3 or 4, *tokens]: this rank's maximum, its sum of exp(x - maximum), the target's logit or 0, and, with
+    smoothing, its sum of maximum - x."""
     if wide.shape[-1] == 0:
         zero = torch.zeros(target.shape, dtype=wide.dtype, device=wide.device)
-        return torch.stack((zero - float("inf"), zero, zero))
+        return torch.stack((zero - float("inf"), zero, zero, *([zero] if smoothing else [])))
     top = wide.amax(-1)
     # A row of nothing but -inf has no finite maximum; its sum is then zero, not nan.
     shift = torch.where(top == float("-inf"), 0.0, top)
-    total = (wide - shift.unsqueeze(-1)).exp_().sum(-1)
+    below = wide - shift.unsqueeze(-1)
+    spread = [below.sum(-1).neg_()] if smoothing else []
     picked = torch.where(mine, wide.gather(-1, target.unsqueeze(-1)).squeeze(-1), 0.0)
-    return torch.stack((top, total, picked))
+    return torch.stack((top, below.exp_().sum(-1), picked, *spread))
+
+
+def _loss(terms: Tensor, sizes: Sequence[int], smoothing: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss, maximum and log of the sum behind it from [world, 3 or 4, *tokens]."""
+    tops, totals, picked = terms.unbind(1)[:3]
+    top = tops.amax(0)
+    log_total = (totals * (tops - top).exp()).sum(0).log()
+    loss = (top - picked.sum(0)) + log_total
+    if smoothing:
+        # Each rank's sum of L - x: its own of maximum - x, and L - maximum for each of its entries.
+        lifts = [size * ((top - tops[rank]) + log_total) for rank, size in enumerate(sizes) if size > 0]
+        spread = (terms[:, 3].sum(0) + torch.stack(lifts).sum(0)) / sum(sizes)
+        loss = (1.0 - smoothing) * loss + smoothing * spread
+    return loss, top, log_total
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, target: Tensor, mine: Tensor, valid: Tensor, group_name: str
+        ctx: Any,
+        logits: Tensor,
+        target: Tensor,
+        mine: Tensor,
+        valid: Tensor,
+        group_name: str,
+        sizes: Sequence[int],
+        smoothing: float,
     ) -> Tensor:
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        terms = tpk.regions.all_gather(_local_terms(wide, target, mine).unsqueeze(0), 0, group_name)
-        tops, totals, picked = terms.unbind(1)  # each [world, *tokens]
-        top = tops.amax(0)
-        log_total = (totals * (tops - top).exp()).sum(0).log()
+        own = _local_terms(wide, target, mine, smoothing)
+        loss, top, log_total = _loss(
+            tpk.regions.all_gather(own.unsqueeze(0), 0, group_name), sizes, smoothing
+        )
         ctx.save_for_backward(logits, target, mine, valid, top, log_total)
-        return torch.where(valid, (top - picked.sum(0)) + log_total, 0.0)
+        ctx.smoothing, ctx.vocab = smoothing, sum(sizes)
+        return torch.where(valid, loss, 0.0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         logits, target, mine, valid, top, log_total = ctx.saved_tensors
         if logits.shape[-1] == 0:
-            return torch.zeros_like(logits), None, None, None, None
+            return torch.zeros_like(logits), *(None,) * 6
         d = logits.to(grad.dtype).sub(top.unsqueeze(-1)).sub_(log_total.unsqueeze(-1)).exp_()
-        d.scatter_add_(-1, target.unsqueeze(-1), -mine.to(d.dtype).unsqueeze(-1))
+        at_target = mine.to(d.dtype).unsqueeze(-1)
+        if ctx.smoothing:
+            d.sub_(ctx.smoothing / ctx.vocab)
+            at_target = at_target * (1.0 - ctx.smoothing)
+        d.scatter_add_(-1, target.unsqueeze(-1), -at_target)
         d.mul_(torch.where(valid, grad, 0.0).unsqueeze(-1))
-        return d.to(logits.dtype), None, None, None, None
+        return d.to(logits.dtype), *(None,) * 6
 
 
 def vocab_parallel_cross_entropy(
@@ -86,6 +120,7 @@ def vocab_parallel_cross_entropy(
     *,
     reduction: str = "mean",
     ignore_index: int = -100,
+    label_smoothing: float = 0.0,
 ) -> Tensor:
     """``F.cross_entropy`` of logits of which every rank has a part of the vocabulary.
 
@@ -99,6 +134,7 @@ def vocab_parallel_cross_entropy(
         reduction: "mean" over the targets that are not ignored (nan if there are none, as in torch), or
             "none".
         ignore_index: targets of this value have no loss and no gradient.
+        label_smoothing: from 0 to 1, the part of the target's weight that all entries of the whole vocabulary share.
     Returns:
         A float32 (float64) scalar, or [...] for "none"; the same bits on every rank. Natural logarithm. Its
         gradient must be equal on every rank too.
@@ -114,6 +150,8 @@ def vocab_parallel_cross_entropy(
 
     def check() -> None:
         sizes.extend(_sizes_of(vocab_sizes, world))
+        if not 0.0 <= label_smoothing <= 1.0:
+            raise ArgumentError(f"label_smoothing: it must be from 0 to 1, but it is {label_smoothing}.")
         _check_arguments(logits, targets, sizes, rank, world, reduction, ignore_index)
 
     agreed(
@@ -125,6 +163,7 @@ def vocab_parallel_cross_entropy(
             "vocab_sizes": sizes,
             "reduction": reduction,
             "ignore_index": int(ignore_index),
+            "label_smoothing": float(label_smoothing),
             "shape of targets": list(targets.shape),
             "checksum of targets": digest(targets),
         },
@@ -134,7 +173,10 @@ def vocab_parallel_cross_entropy(
     valid = targets != ignore_index
     local = targets - sum(sizes[:rank])
     mine = valid & (local >= 0) & (local < held)
-    loss: Tensor = _CrossEntropy.apply(logits, torch.where(mine, local, 0), mine, valid, group_name)
+    local = torch.where(mine, local, 0)
+    loss: Tensor = _CrossEntropy.apply(
+        logits, local, mine, valid, group_name, tuple(sizes), float(label_smoothing)
+    )
     if reduction == "none":
         return loss
     return loss.sum() / valid.sum()

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from typing_extensions import Unpack
 
 from tpkernels.errors import ArgumentError
+from tpkernels.nn._options import LayerOptions, joined
 from tpkernels.nn.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
-from tpkernels.nn.sharding import GroupLike
 
 __all__ = ["ParallelMLP"]
 
@@ -31,7 +31,7 @@ class ParallelMLP(nn.Module):
         hidden, intermediate: features of x and between the two products.
         activation: "swiglu", "gelu" (erf), "gelu_tanh", "relu" or "silu".
         bias: of every layer.
-        The others: as in ``ColumnParallelLinear`` and ``RowParallelLinear``.
+        options: as in ``ColumnParallelLinear`` and ``RowParallelLinear``.
     Parameters:
         up_proj, down_proj and, for "swiglu", gate_proj; each with weight and perhaps bias.
     Shape:
@@ -43,64 +43,26 @@ class ParallelMLP(nn.Module):
         hidden: int,
         intermediate: int,
         *,
-        group: GroupLike = None,
         activation: str = "swiglu",
         bias: bool = False,
-        sequence_parallel: bool = False,
-        sequence_dim: int = 0,
-        seed: int = 0,
-        init_std: float | None = None,
-        name: str = "",
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-        path: str = "auto",
-        gradient_accumulation_fusion: bool | None = None,
+        **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__()
         if activation != "swiglu" and activation not in _PLAIN:
             known = ", ".join(repr(a) for a in ("swiglu", *_PLAIN))
             raise ArgumentError(f"activation: it must be one of {known}, but it is {activation!r}.")
         self.activation = activation
-        before = f"{name}." if name else ""
 
         def column(key: str, epilogue: str | None) -> ColumnParallelLinear:
-            return ColumnParallelLinear(
-                hidden,
-                intermediate,
-                group=group,
-                bias=bias,
-                sequence_parallel=sequence_parallel,
-                sequence_dim=sequence_dim,
-                activation=epilogue,
-                seed=seed,
-                init_std=init_std,
-                name=before + key,
-                dtype=dtype,
-                device=device,
-                path=path,
-                gradient_accumulation_fusion=gradient_accumulation_fusion,
-            )
+            own = joined(options, key)
+            return ColumnParallelLinear(hidden, intermediate, bias=bias, activation=epilogue, **own)
 
         if activation == "swiglu":
             self.gate_proj = column("gate_proj", None)
             self.up_proj = column("up_proj", None)
         else:
             self.up_proj = column("up_proj", activation)
-        self.down_proj = RowParallelLinear(
-            intermediate,
-            hidden,
-            group=group,
-            bias=bias,
-            sequence_parallel=sequence_parallel,
-            sequence_dim=sequence_dim,
-            seed=seed,
-            init_std=init_std,
-            name=before + "down_proj",
-            dtype=dtype,
-            device=device,
-            path=path,
-            gradient_accumulation_fusion=gradient_accumulation_fusion,
-        )
+        self.down_proj = RowParallelLinear(intermediate, hidden, bias=bias, **joined(options, "down_proj"))
 
     def forward(
         self, x: Tensor, residual: Tensor | None = None, shard_sizes: Sequence[int] | None = None

@@ -30,22 +30,37 @@ __all__ = ["GroupLike", "ParallelModule", "Placement", "Replicated", "Shard", "p
 
 @dataclass(frozen=True)
 class Shard:
-    """This rank has ``sizes[rank]`` rows of the global tensor's ``dim``; ranks hold them in order, perhaps none."""
+    """This rank has ``sizes[part]`` rows of the global tensor's ``dim``; ranks hold them in order, perhaps none.
+
+    A part is a rank's, or that of ``copies`` ranks in a row, which hold it alike, with the same gradient; ``sizes``
+    has one entry for each part.
+    """
 
     dim: int
     sizes: tuple[int, ...]
     rank: int
     group_name: str
+    copies: int = 1
+
+    @property
+    def part(self) -> int:
+        """Which of the parts this rank has."""
+        return self.rank // self.copies
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank speaks for its part: the first of those that hold it."""
+        return self.rank % self.copies == 0
 
     @property
     def start(self) -> int:
         """Global index of this rank's first row."""
-        return sum(self.sizes[: self.rank])
+        return sum(self.sizes[: self.part])
 
     @property
     def size(self) -> int:
         """Rows of this rank."""
-        return self.sizes[self.rank]
+        return self.sizes[self.part]
 
     def local_shape(self, global_shape: Sequence[int]) -> tuple[int, ...]:
         """Shape of this rank's shard of a tensor of ``global_shape``."""

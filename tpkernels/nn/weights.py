@@ -3,7 +3,8 @@
 Rules, the same for our layers and for torch's: ``bias`` is zero, a 1-D ``weight`` (a norm) is one, any other
 ``weight`` is normal with standard deviation ``std``; without ``std`` an embedding is standard normal and
 everything else uniform within 1 / sqrt(fan_in), as torch starts ``nn.Embedding`` and ``nn.Linear``. The fan
-is that of the global tensor. Parameters under other names are left alone.
+is that of the global tensor. ``lora_A`` is uniform whatever ``std`` is, ``lora_B`` zero. Parameters under other names
+are left alone.
 
 The random stream of a parameter is named by its qualified name in the model. A layer that is built on its own
 draws under the ``name`` given to its constructor; layers of one shape, seed and name start equal, so name
@@ -30,14 +31,15 @@ def init_parameter_(
     """Fills one parameter, sharded or not, by the rules above; ``name`` is the qualified one, "head.weight"."""
     if parameter.is_meta:
         return parameter
-    if name.rpartition(".")[2] == "bias":
+    kind = name.rpartition(".")[2]
+    if kind in ("bias", "lora_B"):
         return parameter.zero_()
     if parameter.dim() < 2:
         return parameter.fill_(1.0)
     placement = placement_of(parameter)
     shape = tuple(parameter.shape) if placement is None else placement.global_shape(parameter.shape)
     offset = None if placement is None else placement.offset(parameter.dim())
-    if std is None and not embedding:
+    if kind == "lora_A" or (std is None and not embedding):
         bound = 1.0 / math.sqrt(max(1, math.prod(shape[1:])))
         return uniform_(
             parameter, seed=seed, name=name, low=-bound, high=bound, global_shape=shape, offset=offset
@@ -60,7 +62,7 @@ def init_weights_(module: nn.Module, *, seed: int, std: float | None = None, pre
     for path, child in module.named_modules(prefix=prefix):
         embedding = isinstance(child, nn.Embedding) or getattr(child, "is_embedding", False)
         for name, parameter in child.named_parameters(recurse=False):
-            if name not in ("weight", "bias") or id(parameter) in seen:
+            if name not in ("weight", "bias", "lora_A", "lora_B") or id(parameter) in seen:
                 continue
             seen.add(id(parameter))  # a tied weight is drawn once, under its first name
             full_name = f"{path}.{name}" if path else name

@@ -1,4 +1,4 @@
-"""Arrays of other libraries: taken through DLPack as torch tensors, without a copy, and given back as what they were."""
+"""Arrays of other libraries: taken through DLPack as torch tensors, without a copy, and given back as they were."""
 
 from __future__ import annotations
 

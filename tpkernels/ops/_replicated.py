@@ -89,8 +89,9 @@ def _replicated_setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -
     ctx.n, ctx.bias_of, ctx.activation, ctx.group, ctx.path = n, list(bias_of), activation, group, path
     ctx.targets = taken(n)
     recompute = activation != "none" and not with_preact
+    ctx.dtype = a.dtype
     ctx.save_for_backward(
-        a,
+        a if recompute or any(b.requires_grad for b in bs) else None,  # a frozen weight needs none of it
         *bs,
         *(output[n : 2 * n] if with_preact else [None] * n),
         *(biases if recompute else [None] * len(biases)),
@@ -102,12 +103,12 @@ def _replicated_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...
     a, *rest = ctx.saved_tensors
     bs, preacts, biases = rest[:n], rest[n : 2 * n], rest[2 * n :]
     need_a, need_bs = ctx.needs_input_grad[:2]  # nested as the inputs are
-    dys = preact_grads(ctx, grads, bs, preacts, biases, lambda: a, a.dtype)
+    dys = preact_grads(ctx, grads, bs, preacts, biases, lambda: a, ctx.dtype)
     present = [(dy, b.t()) for dy, b in zip(dys, bs, strict=True) if dy is not None]
     grad_a = None
     if need_a and present:
         grad_a = torch.ops.tpkernels.matmul_all_reduce(
-            [dy for dy, _ in present], [w for _, w in present], None, None, ctx.group, a.dtype, ctx.path
+            [dy for dy, _ in present], [w for _, w in present], None, None, ctx.group, ctx.dtype, ctx.path
         )
     grad_bs = [
         weight_grad(a, dy, b.shape, ctx.path, target=target) if need and dy is not None else None
