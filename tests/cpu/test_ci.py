@@ -224,7 +224,7 @@ def test_skipped_checks_are_counted_apart_and_the_environment_stays_out(tmp_path
     assert "--- lint: ok" in result.stdout
     counts = re.fullmatch(r"checks: (\d+) passed, (\d+) failed, 3 skipped", result.stdout.splitlines()[-1])
     assert counts is not None
-    assert int(counts[1]) + int(counts[2]) == 5
+    assert int(counts[1]) + int(counts[2]) == 6
     assert result.returncode == 1
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 from tpkernels.nn import init
 from tpkernels.nn.attention import ParallelAttention
 from tpkernels.nn.block import ParallelTransformerBlock
-from tpkernels.nn.dropout import Dropout, dropout, keep_mask
+from tpkernels.nn.masks import Dropout, dropout, keep_mask
 from tpkernels.nn.embedding import PositionEmbedding, VocabParallelEmbedding
 from tpkernels.nn.grad_norm import clip_grad_norm_, grad_norm
 from tpkernels.nn.linear import ColumnParallelLinear, RowParallelLinear, backward_dw, column_parallel

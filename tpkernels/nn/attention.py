@@ -22,7 +22,7 @@ from typing_extensions import Unpack
 from tpkernels.errors import ArgumentError
 from tpkernels.nn._checks import agreed
 from tpkernels.nn._options import LayerOptions, joined
-from tpkernels.nn.dropout import Step, apply_mask, check_name, check_probability, check_step, keep_mask
+from tpkernels.nn.masks import Step, apply_mask, check_name, check_probability, check_step, keep_mask
 from tpkernels.nn.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
 from tpkernels.nn.recompute import recomputed
 from tpkernels.nn.rotary import apply_rotary, rotary_tables
@@ -79,7 +79,7 @@ class ParallelAttention(nn.Module):
         causal: every position sees itself and those before it.
         rotary_base: base of the rotary positions; None: no positions.
         bias: of q_proj, k_proj, v_proj; ``out_bias`` of o_proj.
-        dropout: part of the attention probabilities that is dropped in training, see ``tpkernels.nn.dropout``;
+        dropout: part of the attention probabilities that is dropped in training, see ``tpkernels.nn.masks``;
             forward then needs ``step``, and the layer a ``name``.
         recompute_core: compute the core again in the backward pass, see ``tpkernels.nn.recompute``.
         options: as in ``ColumnParallelLinear``. sequence_dim also says how x lies when sequence_parallel is off.
@@ -198,7 +198,7 @@ class ParallelAttention(nn.Module):
 
         ``shard_sizes``: sequence rows of every rank where they are not equal. ``rotary``: tables of
         ``rotary_tables`` for the whole sequence, so that layers may share them; None: made here. ``step``: see
-        ``tpkernels.nn.dropout``.
+        ``tpkernels.nn.masks``.
         """
         agreed(
             type(self).__name__,

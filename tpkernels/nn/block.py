@@ -22,7 +22,7 @@ from typing_extensions import Unpack
 from tpkernels.errors import ArgumentError
 from tpkernels.nn._options import LayerOptions, joined
 from tpkernels.nn.attention import ParallelAttention
-from tpkernels.nn.dropout import Dropout, Step, check_name, check_probability
+from tpkernels.nn.masks import Dropout, Step, check_name, check_probability
 from tpkernels.nn.mlp import ParallelMLP
 from tpkernels.nn.norm import LayerNorm, RMSNorm
 from tpkernels.nn.recompute import check_recompute, recomputed
@@ -41,7 +41,7 @@ class ParallelTransformerBlock(nn.Module):
         norm: "rms" or "layer" (weight and bias); ``eps`` of both.
         dropout: of the outputs of attention and mlp, before they are added. attention_dropout: of the attention
             probabilities. Both in training only; forward then needs ``step`` and the block a ``name``, see
-            ``tpkernels.nn.dropout``.
+            ``tpkernels.nn.masks``.
         recompute: "none", "selective" (the attention core) or "full", see ``tpkernels.nn.recompute``.
     Raises:
         ArgumentError: sizes that do not fit, an unknown norm, activation or recompute, dropout without a name.

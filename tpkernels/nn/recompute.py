@@ -22,7 +22,7 @@ The rest are the statistics of the norms, which the paper leaves out, and under 
 parameters. Without dropout of the probabilities torch's fused attention serves, which keeps less than the formulas even
 with "none".
 
-Random masks are those of the first time: they depend on the step and the position alone (``tpkernels.nn.dropout``).
+Random masks are those of the first time: they depend on the step and the position alone (``tpkernels.nn.masks``).
 """
 
 from __future__ import annotations
