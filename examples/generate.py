@@ -6,6 +6,7 @@ torchrun --nproc-per-node 2 examples/generate.py --checkpoint /tmp/llama --promp
 from __future__ import annotations
 
 import argparse
+import gc
 from pathlib import Path
 
 import torch
@@ -22,13 +23,15 @@ import tpkernels as tpk
 WINDOW = 64  # bytes that the model sees; every rank has a part of them, so ranks divide it
 
 
-def main() -> None:
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--checkpoint", type=Path, required=True)
     parser.add_argument("--prompt", default="def ")
     parser.add_argument("--bytes", type=int, default=80, help="to add")
-    args = parser.parse_args()
-    device = start()
+    return parser.parse_args()
+
+
+def main(args: argparse.Namespace, device: torch.device) -> None:
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("tp",))
     model = parallelize(Llama(Config()).to(device), mesh)
     dcp.load({"model": (weights := model.state_dict())}, checkpoint_id=args.checkpoint)
@@ -39,7 +42,6 @@ def main() -> None:
             text = torch.cat((text, following(model, text)))
     say(bytes(text.tolist()).decode(errors="replace"))
     say(str(tpk.last_path()))
-    dist.destroy_process_group()
 
 
 def following(model: Llama, text: Tensor) -> Tensor:
@@ -50,4 +52,6 @@ def following(model: Llama, text: Tensor) -> Tensor:
 
 
 if __name__ == "__main__":
-    main()
+    main(parse(), start())
+    gc.collect()  # what holds groups goes before them
+    dist.destroy_process_group()

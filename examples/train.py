@@ -10,6 +10,7 @@ gradients and the optimizer's state. Losses are those of one process, whatever t
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import sysconfig
 from pathlib import Path
@@ -29,9 +30,7 @@ from torch.nn import functional as F
 import tpkernels as tpk
 
 
-def main() -> None:
-    args = parse()
-    device = start()
+def main(args: argparse.Namespace, device: torch.device) -> None:
     world = dist.get_world_size()
     if world % args.tp or args.batch % (world // args.tp):
         raise SystemExit(
@@ -64,7 +63,6 @@ def main() -> None:
     if args.checkpoint:
         save(model, optimizer, args.steps, args.checkpoint)
     say(str(log))
-    dist.destroy_process_group()
 
 
 def parse() -> argparse.Namespace:
@@ -135,4 +133,6 @@ def say(line: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(parse(), start())
+    gc.collect()  # what holds groups goes before them
+    dist.destroy_process_group()

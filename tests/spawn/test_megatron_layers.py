@@ -334,6 +334,28 @@ def check_bad(ctx: RankContext) -> None:
         embedding(torch.full((1, 4), 28))
 
 
+def check_left_with_fusion(ctx: RankContext) -> None:
+    """Where the product is Megatron's own, main_grad is APEX's to fill: asked for at construction, as Megatron does."""
+    from megatron.core.tensor_parallel import layers as theirs
+
+    from tpkernels.integrations import megatron as ours
+
+    if theirs._grad_accum_fusion_available:
+        return
+    cfg = config(gradient_accumulation_fusion=True, tensor_model_parallel_size=ctx.world)
+    common = {"init_method": init, "tp_group": ctx.group}
+    ours.ColumnParallelLinear(IN, OUT, config=cfg, **common)
+    with pytest.raises(RuntimeError, match="APEX"):
+        ours.ColumnParallelLinear(IN, OUT, config=cfg, disable_grad_reduce=True, **common)
+    cfg.defer_embedding_wgrad_compute = True
+    with pytest.raises(RuntimeError, match="APEX"):
+        ours.ColumnParallelLinear(IN, OUT, config=cfg, **common)
+
+
+def test_left_with_fusion(ranks: RankPool) -> None:
+    ranks.run(check_left_with_fusion, world=2)
+
+
 def on_cpu(ctx: RankContext, check: str) -> None:
     with megatron_on_cpu():
         CHECKS[check](ctx)

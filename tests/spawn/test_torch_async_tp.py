@@ -145,6 +145,32 @@ def undone(ctx: RankContext) -> None:
     assert repr(AsyncTP()) == f"symm_mem.{GATHER}: 0 calls\nsymm_mem.{SCATTER}: 0 calls"
 
 
+def cannot_begin(ctx: RankContext) -> None:
+    """What fails on entering leaves nothing behind, and the next context begins anew."""
+    before, real = kernels(), torch.library.Library.impl
+
+    def impl(library: object, name: str, fn: object, key: str) -> None:
+        if (name, key) == (SCATTER, "CUDA"):
+            raise RuntimeError("registered by another")
+        real(library, name, fn, key)
+
+    with (
+        mock.patch.object(torch.library.Library, "impl", impl),
+        pytest.raises(RuntimeError, match="by another"),
+        enable_async_tp(),
+    ):
+        pass
+    assert kernels() == before
+    with enable_async_tp() as ran:
+        OPS.fused_all_gather_matmul(torch.randn(4, 6), [torch.randn(6, 4)], 0, ctx.group_name)
+    assert ran.calls(GATHER) == 1
+    assert kernels() == before
+
+
+def test_undone_where_it_cannot_begin(ranks: RankPool) -> None:
+    ranks.run(cannot_begin, world=1)
+
+
 def test_undone_on_leaving(ranks: RankPool) -> None:
     ranks.run(undone, world=2)
 
@@ -184,7 +210,7 @@ class Mlp(nn.Module):
 
 
 def made_by_inductor(ctx: RankContext) -> None:
-    """torch's own styles under torch's own pass, which only NCCL's presence and a group's mark keep from running here."""
+    """torch's own styles under torch's own pass, which only the lack of NCCL and a group's mark keep from running."""
     mesh = DeviceMesh.from_group(ctx.group, "cpu")
     torch._dynamo.reset()
     dense = Mlp()
@@ -198,7 +224,7 @@ def made_by_inductor(ctx: RankContext) -> None:
     mine = x.chunk(ctx.world)[ctx.rank].clone().requires_grad_()
     leaf = x.clone().requires_grad_()
     dense(leaf).square().sum().backward()
-    patched = mock.patch("torch.distributed.is_nccl_available", lambda: True)
+    patched = mock.patch("torch.distributed.is_nccl_available", return_value=True)
     config = inductor_config.patch(_micro_pipeline_tp=True)
     with patched, config, symm_mem._test_mode(), enable_async_tp() as ran:
         run = torch.compile(model, fullgraph=True)

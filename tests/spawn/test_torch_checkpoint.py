@@ -95,6 +95,27 @@ def test_saved_by_some_ranks_and_loaded_by_others(
     torch.testing.assert_close(torch.tensor(runs), torch.tensor(runs[0]).expand(len(runs), -1))
 
 
+def of_torchs_styles(ctx: RankContext, seed: int, folder: str, ours: bool) -> None:
+    """A checkpoint of one kind of styles, loaded with the other."""
+    mesh = mesh_of(ctx)
+    saved = parallelized(dense_llama(seed, layers=1), mesh, ours=ours)
+    loaded = parallelized(dense_llama(seed + 1, layers=1), mesh, ours=not ours)
+    dcp.save({"model": get_model_state_dict(saved)}, checkpoint_id=folder, process_group=ctx.group)
+    state = get_model_state_dict(loaded)
+    dcp.load({"model": state}, checkpoint_id=folder, process_group=ctx.group)
+    set_model_state_dict(loaded, state)
+    got, expected = whole(loaded.state_dict()), dense_llama(seed, layers=1).state_dict()
+    assert got.keys() == expected.keys()
+    assert all(torch.equal(got[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_checkpoints_of_torchs_styles_are_ours(
+    ranks: RankPool, tmp_path: Path, seed: int, ours: bool
+) -> None:
+    ranks.run(of_torchs_styles, seed, str(tmp_path), ours, world=2)
+
+
 def from_one_rank(ctx: RankContext, seed: int) -> None:
     """A whole state dict that rank 0 alone has, and one that only rank 0 asks for."""
     mesh = mesh_of(ctx)

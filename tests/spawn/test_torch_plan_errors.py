@@ -74,6 +74,15 @@ def refused(ctx: RankContext) -> None:
     bad = parallelize_module(nn.Linear(6, 4), mesh, Rowwise(output_layouts=Shard(4)))
     with pytest.raises(ArgumentError, match=r"output_layouts: Shard\(4\)"):
         bad(given(x, Shard(2), mesh, True))
+    bad = parallelize_module(nn.Linear(6, 4), mesh, Colwise(output_layouts=Shard(-4)))
+    with pytest.raises(ArgumentError, match=r"output_layouts: Shard\(-4\)"):
+        bad(x)
+    bad = parallelize_module(nn.Linear(6, 4), mesh, Rowwise(input_layouts=Shard(3)))
+    with pytest.raises(ArgumentError, match=r"input_layouts: Shard\(3\)"):
+        bad(x)
+    bad = parallelize_module(nn.Linear(6, 4), mesh, Rowwise())
+    with pytest.raises(ShapeError, match=r"(?s)(?=.*\b6\b)(?=.*\b3\b)"):  # the whole of the input, not a part
+        bad(x)
     with pytest.raises(ArgumentError, match="the input is a DTensor on"):
         done(distribute_tensor(x, two, [Replicate(), Replicate()]))
     ff = FeedForward(6, 4)

@@ -10,19 +10,23 @@ import pytest
 import torch
 from nn_dense import close
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
+    PrepareModuleInput,
     RowwiseParallel,
     parallelize_module,
 )
 from torch.distributed.tensor.parallel import SequenceParallel as TorchSequenceParallel
 from torch.distributed.tensor.placement_types import Placement
+from torch.profiler import ProfilerActivity, profile
 from torch_plans import F64, fresh, full, given, grads_of, local_part, mesh_of, placements_of, plain
 
 import tpkernels as tpk
 from tpkernels.integrations.torch import Colwise, Rowwise, SequenceParallel
+from tpkernels.ops import _agreement
 from tpkernels.testing import RankContext, RankPool
 
 WORLDS = (1, 2, 3, 4)
@@ -178,15 +182,17 @@ def test_a_row_bias_counts_once(ranks: RankPool, world: int) -> None:
 
 
 def other_shapes(ctx: RankContext) -> None:
-    """Features fewer than ranks, one row without a batch, no rows, two and four dimensions."""
+    """Features fewer than ranks, one row without a batch, no rows, two and four dimensions; replicated as plain tensors
+    too."""
     mesh = mesh_of(ctx)
+    kinds = ((Colwise, Replicate(), True), (Colwise, Replicate(), False), (Rowwise, Shard(-1), True))
     for shape in ((3,), (0, 3), (4, 3), (2, 1, 2, 3)):
         dense = nn.Linear(3, 3, dtype=F64)
         x = torch.randn(*shape, dtype=F64)
         expected = dense(x)
-        for style, layout in ((Colwise, Replicate()), (Rowwise, Shard(-1))):
+        for style, layout, as_dtensor in kinds:
             ours = parallelize_module(fresh(dense), mesh, style(use_local_output=False))
-            mine = given(x, layout, mesh, True)
+            mine = given(x, layout, mesh, as_dtensor)
             out = ours(mine)
             close(out.full_tensor(), expected, f"{style.__name__} {shape}")
             out.sum().backward()
@@ -196,6 +202,105 @@ def other_shapes(ctx: RankContext) -> None:
 @pytest.mark.parametrize("world", WORLDS)
 def test_other_shapes(ranks: RankPool, world: int) -> None:
     ranks.run(other_shapes, world=world)
+
+
+def count_collectives(layer: nn.Module, case: Case, x: Tensor, mesh: object) -> int:
+    """Of a forward and a backward pass, as gloo counts them."""
+    mine = given(x, case.input, mesh, case.as_dtensor)
+    with _agreement.suspended(), profile(activities=[ProfilerActivity.CPU]) as seen:
+        out = plain(layer(mine))
+        out.backward(torch.ones_like(out))
+        for grad in (mine.grad, *(p.grad for p in layer.parameters())):
+            plain(grad).sum().item()  # what is on its way counts when it has come
+    return sum(e.count for e in seen.key_averages() if e.key.startswith("gloo:"))
+
+
+def no_more_collectives(ctx: RankContext, style: type[ParallelStyle]) -> None:
+    mesh = mesh_of(ctx)
+    x = torch.randn(2, 4, 6, dtype=F64)
+    for case in (case for case in cases(style) if not case.uneven):
+        layouts = {"input_layouts": case.input, "output_layouts": case.output}
+        counts = [
+            count_collectives(
+                parallelize_module(
+                    nn.Linear(6, 10, bias=case.bias, dtype=F64),
+                    mesh,
+                    kind(**layouts, use_local_output=case.local),
+                ),
+                case,
+                x,
+                mesh,
+            )
+            for kind in (style, TORCHS[style])
+        ]
+        assert counts[0] <= counts[1], (case, counts)
+
+
+@pytest.mark.parametrize("style", [Colwise, Rowwise])
+def test_no_more_collectives_than_torchs_style(ranks: RankPool, style: type[ParallelStyle]) -> None:
+    ranks.run(no_more_collectives, style, world=2, timeout=120)
+
+
+class FeedForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 12, dtype=F64), nn.Linear(12, 6, dtype=F64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x)))
+
+
+def mixed(ctx: RankContext) -> None:
+    """Styles of torch's and of ours in one plan, also where torch hands over plain tensors still on their way."""
+    mesh = mesh_of(ctx)
+    dense = FeedForward()
+    x = torch.randn(2, 2 * ctx.world, 6, dtype=F64)
+    leaf = x.clone().requires_grad_()
+    dense(leaf).square().sum().backward()
+    for up, down, local in itertools.product(
+        (Colwise, ColwiseParallel), (Rowwise, RowwiseParallel), (True, False)
+    ):
+        ours = parallelize_module(
+            fresh(dense),
+            mesh,
+            {
+                "": PrepareModuleInput(
+                    input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),), use_local_output=local
+                ),
+                "up": up(),
+                "down": down(output_layouts=Shard(1)),
+            },
+        )
+        mine = given(x, Shard(1), mesh, False)
+        out = ours(mine)
+        close(out, local_part(dense(x), Shard(1), mesh), f"{up} {down} {local}")
+        out.square().sum().backward()
+        close(mine.grad, local_part(leaf.grad, Shard(1), mesh), f"{up} {down} {local}: input")
+        for name, value in grads_of(ours).items():
+            close(value, dense.get_parameter(name).grad, f"{up} {down} {local}: {name}")
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_beside_torchs_styles(ranks: RankPool, world: int) -> None:
+    ranks.run(mixed, world=world)
+
+
+def from_meta(ctx: RankContext) -> None:
+    """Parallelized before there is memory, then filled: torchtitan's way."""
+    mesh = mesh_of(ctx)
+    dense = FeedForward()
+    with torch.device("meta"):
+        ours = FeedForward()
+    parallelize_module(ours, mesh, {"up": Colwise(), "down": Rowwise()})
+    assert all(p.is_meta for p in ours.parameters())
+    ours.to_empty(device="cpu")
+    set_model_state_dict(ours, dense.state_dict(), options=StateDictOptions(full_state_dict=True))
+    x = torch.randn(4, 6, dtype=F64)
+    close(ours(x), dense(x), "from meta")
+
+
+def test_made_on_the_meta_device(ranks: RankPool) -> None:
+    ranks.run(from_meta, world=2)
 
 
 def norms(ctx: RankContext) -> None:

@@ -18,7 +18,7 @@ from tpkernels.testing import RankContext, RankPool
 
 pytest.importorskip(
     "transformers.distributed.tensor_parallel",
-    reason="needs transformers 5.20 or newer (extra: integrations)",
+    reason="needs transformers 5.22 or newer (extra: integrations)",
 )
 
 VOCAB, WIDTH = 29, 32  # a vocabulary that no world but 1 divides

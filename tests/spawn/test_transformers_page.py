@@ -6,11 +6,11 @@ import re
 from pathlib import Path
 
 import pytest
-from integration_pages import page, run_snippet, snippets
+from integration_pages import run_snippet, snippets, table_rows
 
 pytest.importorskip(
     "transformers.distributed.tensor_parallel",
-    reason="needs transformers 5.20 or newer (extra: integrations)",
+    reason="needs transformers 5.22 or newer (extra: integrations)",
 )
 
 
@@ -31,7 +31,8 @@ def test_the_table_of_names() -> None:
     from tpkernels.integrations.transformers import STYLES
 
     told: dict[str, str] = {}
-    for name, others in re.findall(r"^\| `(\w+)` \| (.*?) \|", page("transformers.md"), re.M):
+    for first, others, _ in table_rows("transformers.md"):
+        name = first.strip("`")
         told[name] = name
         told |= dict.fromkeys(re.findall(r"`(\w+)`", others), name)
     assert told == STYLES

@@ -16,7 +16,7 @@ from tpkernels.testing import RankContext, RankPool
 
 pytest.importorskip(
     "transformers.distributed.tensor_parallel",
-    reason="needs transformers 5.20 or newer (extra: integrations)",
+    reason="needs transformers 5.22 or newer (extra: integrations)",
 )
 
 F64 = torch.float64

@@ -80,8 +80,8 @@ def enable_async_tp() -> Iterator[AsyncTP]:
     """
     report = AsyncTP()
     with _lock:
-        _open.append(report)
         _install()
+        _open.append(report)
     try:
         yield report
     finally:
@@ -98,9 +98,13 @@ def _install() -> None:
     import torch.distributed._symmetric_memory  # defines the operations
 
     library = torch.library.Library("symm_mem", "IMPL")
-    for key in _KEYS:
-        library.impl(GATHER, _all_gather_matmul, key)
-        library.impl(SCATTER, _matmul_reduce_scatter, key)
+    try:
+        for key in _KEYS:
+            library.impl(GATHER, _all_gather_matmul, key)
+            library.impl(SCATTER, _matmul_reduce_scatter, key)
+    except BaseException:
+        library._destroy()
+        raise
     _library = library
 
 

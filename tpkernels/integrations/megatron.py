@@ -115,8 +115,13 @@ class _Linear:
             self._delayed.run()
 
 
-def _unfused(config: Any) -> Any:
-    """Megatron's constructor asks for APEX where ``gradient_accumulation_fusion`` is on; ours do not need it."""
+def _made_with(config: Any, left: bool) -> Any:
+    """Megatron's constructor asks for APEX where ``gradient_accumulation_fusion`` is on; ours do not need it.
+
+    ``left``: the forward pass may be Megatron's own, which does.
+    """
+    if left or config.defer_embedding_wgrad_compute or config.cpu_offloading:
+        return config
     config = copy.copy(config)
     config.gradient_accumulation_fusion = False
     return config
@@ -143,6 +148,7 @@ class ColumnParallelLinear(_Linear, _theirs.ColumnParallelLinear):
         init_method: Any,
         is_expert: bool = False,
         tp_comm_buffer_name: str | None = None,
+        disable_grad_reduce: bool = False,
         tp_group: Any = None,
         **others: Any,
     ) -> None:
@@ -150,10 +156,11 @@ class ColumnParallelLinear(_Linear, _theirs.ColumnParallelLinear):
         super().__init__(
             input_size,
             output_size,
-            config=config if is_expert else _unfused(config),
+            config=_made_with(config, is_expert or disable_grad_reduce),
             init_method=init_method,
             is_expert=is_expert,
             tp_comm_buffer_name=tp_comm_buffer_name,
+            disable_grad_reduce=disable_grad_reduce,
             tp_group=tp_group,
             **others,
         )
@@ -228,7 +235,7 @@ class RowParallelLinear(_Linear, _theirs.RowParallelLinear):
         super().__init__(
             input_size,
             output_size,
-            config=config if is_expert else _unfused(config),
+            config=_made_with(config, is_expert),
             init_method=init_method,
             bias=bias,
             input_is_parallel=input_is_parallel,

@@ -10,8 +10,8 @@ autograd functions over ``torch.ops.symm_mem``, which need CUDA. With ``enable()
     AllGatherLinear, AllGatherLinearMulti     all_gather_matmul
     LinearReduceScatter                       matmul_reduce_scatter
 
-Parameters, checkpoints, compilation, activation checkpointing and FSDP stay torchtitan's. Its other backends keep
-products and collectives apart; nothing is replaced there.
+Modules and parameters stay torchtitan's. Its default backend keeps products and collectives apart; nothing is replaced
+there.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ try:
 except ImportError as error:
     raise ImportError(
         "tpkernels.integrations.titan needs torchtitan 0.3 or newer, whose layers with fused collectives are in "
-        "torchtitan.models.common.dist_gemm; install it as torchtitan's own page says."
+        "torchtitan.models.common.dist_gemm; install it as docs/torchtitan.md says."
     ) from error
 
 __all__ = ["AllGatherLinear", "AllGatherLinearMulti", "LinearReduceScatter", "enable"]

@@ -38,14 +38,14 @@ try:
     from transformers.distributed import tensor_parallel as _theirs
 except ImportError as error:
     raise ImportError(
-        "tpkernels.integrations.transformers needs transformers 5.20 or newer, whose tensor-parallel styles are in "
+        "tpkernels.integrations.transformers needs transformers 5.22 or newer, whose tensor-parallel styles are in "
         "transformers.distributed.tensor_parallel; install it with pip install 'tpkernels[integrations]'."
     ) from error
 
 __all__ = ["LEFT", "STYLES", "enable"]
 
 # Every name that plans of transformers have used for a style of ours -> the name under which we know it. The names on
-# the right, and those of LEFT, are of release 5.24.
+# the right, and those of LEFT, are of releases 5.22 to 5.24.
 STYLES: dict[str, str] = {
     "colwise": "colwise",
     "colwise_gather_output": "colwise_gather_output",
@@ -73,6 +73,9 @@ LEFT: dict[str, str] = {
     "moe_identity_expert": "it has no matrix product",
     "grouped_gemm": "experts multiply by themselves",
     "ep_dispatch_experts": "experts multiply by themselves",
+    "ep_router": "routers have no part in tensor parallelism",  # not in 5.24, as the next two
+    "megamoe_experts": "experts multiply by themselves",
+    "megamoe_router": "routers have no part in tensor parallelism",
 }
 
 

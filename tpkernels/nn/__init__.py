@@ -17,7 +17,6 @@ from __future__ import annotations
 from tpkernels.nn import init
 from tpkernels.nn.attention import ParallelAttention
 from tpkernels.nn.block import ParallelTransformerBlock
-from tpkernels.nn.masks import Dropout, dropout, keep_mask
 from tpkernels.nn.embedding import PositionEmbedding, VocabParallelEmbedding
 from tpkernels.nn.grad_norm import clip_grad_norm_, grad_norm
 from tpkernels.nn.linear import ColumnParallelLinear, RowParallelLinear, backward_dw, column_parallel
@@ -32,6 +31,7 @@ from tpkernels.nn.lora import (
     unmerge_lora_,
 )
 from tpkernels.nn.loss import vocab_parallel_cross_entropy
+from tpkernels.nn.masks import Dropout, dropout, keep_mask
 from tpkernels.nn.mlp import ParallelMLP
 from tpkernels.nn.norm import LayerNorm, RMSNorm
 from tpkernels.nn.rotary import apply_rotary, rotary_tables

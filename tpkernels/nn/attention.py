@@ -22,8 +22,8 @@ from typing_extensions import Unpack
 from tpkernels.errors import ArgumentError
 from tpkernels.nn._checks import agreed
 from tpkernels.nn._options import LayerOptions, joined
-from tpkernels.nn.masks import Step, apply_mask, check_name, check_probability, check_step, keep_mask
 from tpkernels.nn.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
+from tpkernels.nn.masks import Step, apply_mask, check_name, check_probability, check_step, keep_mask
 from tpkernels.nn.recompute import recomputed
 from tpkernels.nn.rotary import apply_rotary, rotary_tables
 from tpkernels.nn.shared_columns import SharedColumnParallelLinear

@@ -90,7 +90,7 @@ def columns(layers: Sequence[ColwiseLinear], x: Tensor) -> list[Tensor]:
             biases=biases,
             keep_gathered=True,
         )
-    elif isinstance(layout, Replicate) and not isinstance(x, DTensor):
+    elif isinstance(layout, Replicate) and not isinstance(x, DTensor) and x.dim() > 1:
         outs = tpk.matmul_replicated(x, weights, layouts.group, biases=biases)
     else:
         whole = _as_dtensor(x, mesh, layout, layers[0].in_features)
@@ -148,8 +148,10 @@ def _mesh_of(layer: TensorParallelLinear) -> DeviceMesh:
 
 
 def _layout(x: Tensor, layouts: Layouts, mesh: DeviceMesh) -> Placement:
-    """How ``x`` lies on the ranks."""
+    """How ``x`` lies on the ranks; the dimensions that the style names exist."""
+    _check_dim(layouts.output, x, "output_layouts")
     if not isinstance(x, DTensor):
+        _check_dim(layouts.input, x, "input_layouts")
         return layouts.input
     if x.device_mesh != mesh:
         raise ArgumentError(
@@ -157,6 +159,11 @@ def _layout(x: Tensor, layouts: Layouts, mesh: DeviceMesh) -> Placement:
             "the same mesh, or a plain tensor."
         )
     return x.placements[0]
+
+
+def _check_dim(layout: Placement, x: Tensor, argument: str) -> None:
+    if type(layout) is Shard:
+        shard_dim(layout, x.dim(), argument)
 
 
 def _row_sizes(x: Tensor, dim: int, mesh: DeviceMesh) -> list[int] | None:
