@@ -146,13 +146,15 @@ def undone(ctx: RankContext) -> None:
 
 
 def cannot_begin(ctx: RankContext) -> None:
-    """What fails on entering leaves nothing behind, and the next context begins anew."""
+    """What fails on entering leaves nothing behind, and the next context begins anew. Kernels that torch has registered
+    in Python are replaced by leave, which torch 2.11 asks for."""
     before, real = kernels(), torch.library.Library.impl
 
-    def impl(library: object, name: str, fn: object, key: str) -> None:
+    def impl(library: object, name: str, fn: object, key: str, *, allow_override: bool = False) -> None:
+        assert allow_override
         if (name, key) == (SCATTER, "CUDA"):
             raise RuntimeError("registered by another")
-        real(library, name, fn, key)
+        real(library, name, fn, key, allow_override=allow_override)
 
     with (
         mock.patch.object(torch.library.Library, "impl", impl),

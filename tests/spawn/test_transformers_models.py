@@ -17,8 +17,7 @@ import tpkernels as tpk
 from tpkernels.testing import RankContext, RankPool
 
 pytest.importorskip(
-    "transformers.distributed.tensor_parallel",
-    reason="needs transformers 5.22 or newer (extra: integrations)",
+    "transformers", minversion="5.22", reason="needs transformers 5.22 or newer (extra: integrations)"
 )
 
 VOCAB, WIDTH = 29, 32  # a vocabulary that no world but 1 divides

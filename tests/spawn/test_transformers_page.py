@@ -9,8 +9,7 @@ import pytest
 from integration_pages import run_snippet, snippets, table_rows
 
 pytest.importorskip(
-    "transformers.distributed.tensor_parallel",
-    reason="needs transformers 5.22 or newer (extra: integrations)",
+    "transformers", minversion="5.22", reason="needs transformers 5.22 or newer (extra: integrations)"
 )
 
 

@@ -15,8 +15,7 @@ from tpkernels.errors import ArgumentError, ShapeError
 from tpkernels.testing import RankContext, RankPool
 
 pytest.importorskip(
-    "transformers.distributed.tensor_parallel",
-    reason="needs transformers 5.22 or newer (extra: integrations)",
+    "transformers", minversion="5.22", reason="needs transformers 5.22 or newer (extra: integrations)"
 )
 
 F64 = torch.float64

@@ -60,7 +60,10 @@ def grads_of(module: nn.Module) -> dict[str, Tensor]:
         if p.requires_grad:
             assert isinstance(p.grad, DTensor) == isinstance(p, DTensor), name
             if isinstance(p, DTensor):
-                assert p.grad.placements == p.placements, (name, p.grad.placements, p.placements)
+                where = p.grad.placements
+                # torch 2.11 gathers the gradient of a weight whose columns are cut unevenly, when it is accumulated.
+                gathered = torch.__version__ < (2, 14) and where == (Replicate(),)
+                assert where == p.placements or gathered, (name, where, p.placements)
             out[name] = full(p.grad)
         else:
             assert p.grad is None, name

@@ -100,8 +100,9 @@ def _install() -> None:
     library = torch.library.Library("symm_mem", "IMPL")
     try:
         for key in _KEYS:
-            library.impl(GATHER, _all_gather_matmul, key)
-            library.impl(SCATTER, _matmul_reduce_scatter, key)
+            # torch registers its own for CUDA in Python; torch 2.11 asks for leave.
+            library.impl(GATHER, _all_gather_matmul, key, allow_override=True)
+            library.impl(SCATTER, _matmul_reduce_scatter, key, allow_override=True)
     except BaseException:
         library._destroy()
         raise

@@ -33,14 +33,19 @@ from tpkernels.nn._checks import check_indices
 from tpkernels.nn.embedding import lookup
 from tpkernels.ops._groups import Group, group_name_of, resolve
 
+_NEEDS = (
+    "tpkernels.integrations.transformers needs transformers 5.22 or newer, whose plans it knows, but there is {}; "
+    "pip install 'tpkernels[integrations]'."
+)
+
 try:
+    import transformers
     from transformers.distributed import mixin as _mixin
     from transformers.distributed import tensor_parallel as _theirs
 except ImportError as error:
-    raise ImportError(
-        "tpkernels.integrations.transformers needs transformers 5.22 or newer, whose tensor-parallel styles are in "
-        "transformers.distributed.tensor_parallel; install it with pip install 'tpkernels[integrations]'."
-    ) from error
+    raise ImportError(_NEEDS.format("none, or a much older one")) from error
+if tuple(int(n) for n in transformers.__version__.split(".")[:2]) < (5, 22):
+    raise ImportError(_NEEDS.format(transformers.__version__))
 
 __all__ = ["LEFT", "STYLES", "enable"]
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tpkernels.errors import ArgumentError
 from tpkernels.ops import _main_grad
-from tpkernels.ops._matmul import product
+from tpkernels.ops._matmul import product_like
 
 __all__ = ["DelayedGrads"]
 
@@ -68,6 +68,6 @@ class DelayedGrads:
         if fused:
             grad = _main_grad.accumulate(parameter, left, right, path)
         else:
-            grad = product(left, right, path=path).t().to(parameter.dtype)
+            grad = product_like(parameter.t(), left, right, path).t().to(parameter.dtype)
         if grad is not None:
             torch.autograd.backward((parameter,), (grad,))

@@ -268,7 +268,7 @@ def _all_gather_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...
         if need_a:
             grad_a = _reduce_scatter_grad(ctx, bs, dys, grad_gathered)
         grad_bs = [
-            weight_grad(operand(), dy, b.shape, ctx.path, target=target) if need and dy is not None else None
+            weight_grad(operand(), dy, b, ctx.path, target=target) if need and dy is not None else None
             for need, dy, b, target in zip(need_bs, dys, bs, ctx.targets, strict=True)
         ]
     return (grad_a, grad_bs, bias_grads(ctx, dys), no_grad(ctx.bias_of), *(None,) * 9)

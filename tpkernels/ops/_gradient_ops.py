@@ -21,16 +21,21 @@ from torch import Tensor
 from tpkernels.comm.gathered import Gathered
 from tpkernels.ops import _gather, _reduce
 from tpkernels.ops._gradients import main_grads
-from tpkernels.ops._matmul import product, sum_rows
+from tpkernels.ops._matmul import is_transposed, product_like, sum_rows
 from tpkernels.ops._registry import register
 
 
-def _weight(left: Tensor, right: Tensor, into: Tensor | None, path: str) -> list[Tensor]:
-    """``left @ right``; nothing where it is added to ``into``."""
+def _weight(b: Tensor, left: Tensor, right: Tensor, into: Tensor | None, path: str) -> list[Tensor]:
+    """``left @ right``, the gradient of ``b``; nothing where it is added to ``into``."""
     if into is None:
-        return [product(left, right, path=path)]
+        return [product_like(b, left, right, path)]
     torch.ops.tpkernels.matmul_accumulate(left, right, into, path)
     return []
+
+
+def _empty_like(b: Tensor, x: Tensor) -> Tensor:
+    """What :func:`_weight` makes for ``b``, of the dtype of ``x``."""
+    return x.new_empty(b.shape[::-1]).t() if is_transposed(b) else x.new_empty(b.shape)
 
 
 def _of_gather(
@@ -48,7 +53,7 @@ def _of_gather(
     def weights(x: Gathered) -> None:
         for i, dy in enumerate(dys):
             if need_bs[i]:
-                made.extend(_weight(x.rows.t(), x.ordered(dy), into.get(i), path))
+                made.extend(_weight(bs[i], x.rows.t(), x.ordered(dy), into.get(i), path))
 
     rights = [b.t() for b in bs]
     shard = a_shard if any(need_bs) else None
@@ -67,7 +72,7 @@ def _of_gather_fake(
     path: str,
 ) -> list[Tensor]:
     mine = (b for i, b in enumerate(bs) if need_bs[i] and i not in main_grads())
-    return [a_shard.new_empty(a_shard.shape), *(a_shard.new_empty(b.shape) for b in mine)]
+    return [a_shard.new_empty(a_shard.shape), *(_empty_like(b, a_shard) for b in mine)]
 
 
 def _of_scatter(
@@ -87,7 +92,7 @@ def _of_scatter(
     def weights(whole: Gathered) -> None:
         for i, x in enumerate(a):
             if need_b[i]:
-                made.extend(_weight(whole.ordered(x).t(), whole.rows, into.get(i), path))
+                made.extend(_weight(b[i], whole.ordered(x).t(), whole.rows, into.get(i), path))
         if need_bias:
             made.append(sum_rows(whole.rows))
 
@@ -110,7 +115,7 @@ def _of_scatter_fake(
     path: str,
 ) -> list[Tensor]:
     made = [dy.new_empty(x.shape) for x, needed in zip(a, need_a, strict=True) if needed]
-    made += [dy.new_empty(w.shape) for i, w in enumerate(b) if need_b[i] and i not in main_grads()]
+    made += [_empty_like(w, dy) for i, w in enumerate(b) if need_b[i] and i not in main_grads()]
     return [*made, dy.new_empty(dy.shape[-1:])] if need_bias else made
 
 

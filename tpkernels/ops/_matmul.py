@@ -108,7 +108,7 @@ def _plain_grads(
     grad = grad.to(a.dtype)
     need_a, need_b, _, need_bias = ctx.needs_input_grad[:4]
     grad_a = reduce_to(product(grad, b.mT, path=ctx.path, alpha=ctx.alpha), a.shape) if need_a else None
-    grad_b = weight_grad(a, grad, b.shape, ctx.path, ctx.alpha) if need_b else None
+    grad_b = weight_grad(a, grad, b, ctx.path, ctx.alpha) if need_b else None
     return grad_a, grad_b, sum_rows(grad) if ctx.has_bias and need_bias else None
 
 
@@ -126,8 +126,8 @@ def _gated_grads(
         first = product(d_up, b.mT, path=ctx.path, alpha=ctx.alpha, out_dtype=wide)
         both = product(d_gate, gate.mT, path=ctx.path, alpha=ctx.alpha, residual=first)
         grad_a = reduce_to(both, a.shape)
-    grad_b = weight_grad(a, d_up, b.shape, ctx.path, ctx.alpha) if need_b else None
-    grad_gate = weight_grad(a, d_gate, gate.shape, ctx.path, ctx.alpha) if need_gate else None
+    grad_b = weight_grad(a, d_up, b, ctx.path, ctx.alpha) if need_b else None
+    grad_gate = weight_grad(a, d_gate, gate, ctx.path, ctx.alpha) if need_gate else None
     return grad_a, grad_b, grad_gate
 
 
@@ -184,17 +184,33 @@ def preact_grad(
 
 
 def weight_grad(
-    a: Tensor, grad: Tensor, shape: torch.Size, path: str, alpha: float = 1.0, target: Target | None = None
+    a: Tensor, grad: Tensor, b: Tensor, path: str, alpha: float = 1.0, target: Target | None = None
 ) -> Tensor | None:
-    """``alpha a^T @ grad`` summed over rows; for a batched weight, over the dimensions it was broadcast in.
+    """``alpha a^T @ grad`` summed over rows; for a batched ``b``, over the dimensions it was broadcast in.
 
     With a target (of a weight [K, N], without alpha) it is added there, and what is returned is not it.
     """
     if target is not None:
         return target.add(a.flatten(0, -2).t(), grad.flatten(0, -2), path)
-    if len(shape) == 2:
-        return product(a.flatten(0, -2).t(), grad.flatten(0, -2), path=path, alpha=alpha)
-    return reduce_to(product(a.mT, grad, path=path, alpha=alpha), shape)
+    if b.dim() == 2:
+        return product_like(b, a.flatten(0, -2).t(), grad.flatten(0, -2), path, alpha)
+    return reduce_to(product(a.mT, grad, path=path, alpha=alpha), b.shape)
+
+
+def is_transposed(b: Tensor) -> bool:
+    """Whether a weight [K, N] is a view of one that is stored [N, K]."""
+    return b.stride(0) == 1 and b.stride(1) != 1
+
+
+def product_like(b: Tensor, left: Tensor, right: Tensor, path: str, alpha: float = 1.0) -> Tensor:
+    """``alpha left @ right``, which lies as ``b`` does.
+
+    The gradient of a parameter whose ``.t()`` is ``b`` is then contiguous: autograd takes it as it is, where it would
+    copy any other, and torch 2.11 would even gather it, if the parameter is a DTensor cut unevenly.
+    """
+    if is_transposed(b):
+        return product(right.t(), left.t(), path=path, alpha=alpha).t()
+    return product(left, right, path=path, alpha=alpha)
 
 
 def reduce_to(grad: Tensor, shape: torch.Size) -> Tensor:

@@ -352,7 +352,7 @@ def _scatter_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     elif any(need_bs) or need_bias:
         whole = torch.ops.tpkernels.all_gather(dy, ctx.dim, sizes, ctx.group, False)
     grad_bs = [
-        weight_grad(a, whole, b.shape, ctx.path, target=target) if need and whole is not None else None
+        weight_grad(a, whole, b, ctx.path, target=target) if need and whole is not None else None
         for need, a, b, target in zip(need_bs, as_, bs, ctx.targets, strict=True)
     ]
     grad_bias = sum_rows(whole) if need_bias and whole is not None else None
@@ -376,7 +376,7 @@ def _all_reduce_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         product(dy, b.t(), path=ctx.path) if need else None for need, b in zip(need_as, bs, strict=True)
     ]
     grad_bs = [
-        weight_grad(a, dy, b.shape, ctx.path, target=target) if need else None
+        weight_grad(a, dy, b, ctx.path, target=target) if need else None
         for need, a, b, target in zip(need_bs, as_, bs, ctx.targets, strict=True)
     ]
     grad_bias = sum_rows(dy) if need_bias else None

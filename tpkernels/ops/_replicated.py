@@ -111,7 +111,7 @@ def _replicated_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...
             [dy for dy, _ in present], [w for _, w in present], None, None, ctx.group, ctx.dtype, ctx.path
         )
     grad_bs = [
-        weight_grad(a, dy, b.shape, ctx.path, target=target) if need and dy is not None else None
+        weight_grad(a, dy, b, ctx.path, target=target) if need and dy is not None else None
         for need, dy, b, target in zip(need_bs, dys, bs, ctx.targets, strict=True)
     ]
     return (grad_a, grad_bs, bias_grads(ctx, dys), no_grad(ctx.bias_of), *(None,) * 5)
