@@ -255,14 +255,19 @@ def _maker(dtype: torch.dtype, generator: torch.Generator, exact: bool) -> Calla
 
 
 def new_group(ctx: Any, ranks: list[int], **options: Any) -> Any:
-    """A group of some of the pool's ranks; all of them call. torch names groups by a count of calls, which tests with
-    fewer ranks than the pool has leave uneven: ranks would look for each other under different names.
+    """A group of some of the pool's ranks; all of them call."""
+    count_groups_alike(ctx)
+    return dist.new_group(ranks, **options)
+
+
+def count_groups_alike(ctx: Any) -> None:
+    """In front of what makes groups, device meshes too; all ranks call. torch names groups by a count of calls, which
+    tests with fewer ranks than the pool has leave uneven: ranks would look for each other under different names.
     """
     state: Any = vars(dist.distributed_c10d)["_world"]
     counts = [0] * ctx.world
     dist.all_gather_object(counts, state.group_count, group=ctx.group)
     state.group_count = max(counts)
-    return dist.new_group(ranks, **options)
 
 
 def laid_out(values: Tensor, layout: str) -> Tensor:

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from fused_checks import count_groups_alike
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -88,6 +89,7 @@ def check(
 
 
 def fsdp(ctx: RankContext, seed: int, gather_once: bool) -> None:
+    count_groups_alike(ctx)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = parallelized(dense_llama(seed), mesh["tp"], gather_once=gather_once)
     for layer in model.layers:
@@ -119,6 +121,7 @@ def test_fsdp_over_tp(ranks: RankPool, seed: int, gather_once: bool) -> None:
 
 def ddp(ctx: RankContext, seed: int, gather_once: bool) -> None:
     """As torch's own tensor parallelism goes under DDP, which gets plain tensors; the DTensors are views of them."""
+    count_groups_alike(ctx)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = parallelized(dense_llama(seed), mesh["tp"], gather_once=gather_once)
     names = {name: (p.placements, p.shape, p.stride()) for name, p in model.named_parameters()}

@@ -8,6 +8,7 @@ import warnings
 
 import pytest
 import torch
+from fused_checks import count_groups_alike
 from nn_dense import close
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -50,6 +51,7 @@ def fails(words: str, kind: type[TpkError], module: nn.Module, mesh: DeviceMesh,
 
 def refused(ctx: RankContext) -> None:
     mesh = mesh_of(ctx)
+    count_groups_alike(ctx)
     two = init_device_mesh("cpu", (1, ctx.world), mesh_dim_names=("dp", "tp"))
     for style in (Colwise(), Rowwise(), SequenceParallel(), GatherOnce("wq", "wk")):
         words = rf"1 dimension, but this one has 2 \(1 x {ctx.world}, dp, tp\); .*mesh\['tp'\]"
