@@ -230,6 +230,12 @@ def check_frozen_with_activation(ctx: RankContext) -> None:
     layer(xi).sum().backward()
     F.gelu(dense(xd)).sum().backward()
     close(xi.grad, xd.grad, "activation")
+    for op in (tpk.matmul_replicated, tpk.all_gather_matmul):  # the layer keeps what is in front of it
+        xi = x.clone().requires_grad_()
+        xd = (x if op is tpk.matmul_replicated else x.repeat(ctx.world, 1)).clone().requires_grad_()
+        op(xi, layer.weight.t(), ctx.group, activation="gelu", save_preact=False).sum().backward()
+        F.gelu(xd @ dense.weight.t()).sum().backward()
+        close(xi.grad, xd.grad[:5], f"{op.__name__}, computed again")
 
 
 def check_meta(ctx: RankContext) -> None:
