@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from tpkernels.errors import ArgumentError, ShapeError
 from tpkernels.nn._checks import check_counts_from_front
+from tpkernels.nn._options import LayerOptions
 from tpkernels.nn.sharding import GroupLike, ParallelModule, Placement
 from tpkernels.nn.weights import init_parameter_
 from tpkernels.ops._delayed import DelayedGrads
@@ -22,22 +23,11 @@ if TYPE_CHECKING:
 __all__ = ["LinearOptions", "ParallelLinear"]
 
 
-class LinearOptions(TypedDict, total=False):
+class LinearOptions(LayerOptions, total=False):
     """Keyword arguments of both layers; ``ParallelLinear`` has what they are when left out."""
 
-    group: GroupLike
     bias: bool
     skip_bias_add: bool
-    sequence_parallel: bool
-    sequence_dim: int
-    seed: int
-    init_std: float | None
-    name: str
-    dtype: torch.dtype | None
-    device: torch.device | str | None
-    path: str
-    gradient_accumulation_fusion: bool | None
-    delay_wgrad: bool
 
 
 class ParallelLinear(ParallelModule):

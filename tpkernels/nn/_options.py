@@ -1,4 +1,4 @@
-"""Keyword arguments that attention, MLP and block hand on to their linear layers."""
+"""Keyword arguments of linear layers that attention, MLP and block hand on to them."""
 
 from __future__ import annotations
 
