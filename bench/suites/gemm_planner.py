@@ -29,6 +29,8 @@ _HOPPER = tuple(
     f"{tile}/{cluster}"
     for tile in ("128x256x64", "256x128x64", "256x192x64", "128x192x64", "128x128x64", "192x192x64")
     for cluster in _CLUSTERS
+) + tuple(
+    f"64x128x64s/{cluster}" for cluster in (*_CLUSTERS, "1x1x2", "1x1x4", "1x1x8", "2x1x2", "2x1x4")
 )
 
 # Tiles by kernel, for --tiles; those of the Hopper kernel with their clusters.
@@ -110,11 +112,12 @@ class Planner:
             )
         except RuntimeError as error:
             raise Skip(str(error).strip().partition("\n")[0]) from None
-        bm, bn, bk, tiles, k_iters, workers, splits, partial_tiles, cluster_m, cluster_n = numbers
+        bm, bn, bk, tiles, k_iters, workers, splits, partial_tiles, *cluster, swapped = numbers
         return {
             "schedule": kind,
             "tile": [bm, bn, bk],
-            "cluster": [cluster_m, cluster_n],
+            "swapped": bool(swapped),
+            "cluster": cluster if cluster[2] > 1 else cluster[:2],
             "tiles": tiles,
             "k_iters": k_iters,
             "workers": workers,
@@ -128,7 +131,7 @@ class Planner:
         """Name of the tile that a request gets, as the kernel takes it: "128x256x64/2x1" where there are clusters."""
         plan = self.plan(request)
         tile, cluster = ("x".join(map(str, plan[name])) for name in ("tile", "cluster"))
-        return f"{tile}/{cluster}" if self.device == "sm90" else tile
+        return f"{tile}{'s' * plan['swapped']}/{cluster}" if self.device == "sm90" else tile
 
     def request(self, variant: str) -> Request:
         """What a variant of ours asks for.
@@ -157,7 +160,7 @@ class Planner:
     def waves(self, request: Request) -> float:
         """Tiles of a plan over those that the device computes at once; the fraction is how full the last wave is."""
         plan = self.plan(request)
-        (bm, bn, bk), (cluster_m, cluster_n) = plan["tile"], plan["cluster"]
+        (bm, bn, bk), (cluster_m, cluster_n, *_) = plan["tile"], plan["cluster"]
         # Other plans may have fewer workers than run at once, or more; a data-parallel one of very many tiles has not.
         whole = Request("data_parallel", 1, self.tile_name(request))
         large = self.plan(whole, (cluster_m * bm << 10, cluster_n * bn << 10, bk))

@@ -26,7 +26,8 @@ GemmPlan old_choice(const Problem& p, const std::string& schedule, const Demands
   for (int t = 0; t < kNumTiles; ++t) {
     for (int c = 0; c < kNumClusterShapes; ++c) {
       const auto tile = static_cast<TileId>(t);
-      if (r.clusters[t][c] < 1 || (demands.gated && !takes_gate(tile))) continue;
+      if (is_swapped(tile) && (ranks.direction != Direction::kNone || p.m > kMostFewRows)) continue;
+      if (r.clusters[t][c] < 1 || (demands.gated && !takes_gate(tile, kClusterShapes[c]))) continue;
       if (ranks.direction == Direction::kDeparture && kTileShapes[t].bn == 192)
         continue;  // sums have no room
       TileShape shape = cluster_tile(tile, kClusterShapes[c]);
@@ -155,8 +156,12 @@ void check_plans() {
     const Ranks ranks = arrival_of(rows, rank, p.k);
     const int64_t multiprocessors = i % 3 == 0 ? 29 : 132;
     for (const char* schedule : {"auto", "own_first", "every_shard"}) {
-      const auto tile = static_cast<TileId>(pick(0, kNumTiles - 1));
-      const ClusterShape cluster = kClusterShapes[pick(0, kNumClusterShapes - 1)];
+      TileId tile;
+      ClusterShape cluster;
+      do {
+        tile = static_cast<TileId>(pick(0, kNumTiles - 1));
+        cluster = kClusterShapes[pick(0, kNumClusterShapes - 1)];
+      } while (is_swapped(tile) || !takes_cluster(tile, cluster));  // which wait for nobody
       const GemmPlan plan = plan_gemm(p, schedule, 0, pick(1, 5), name(tile, cluster), {},
                                       full_residency(multiprocessors), ranks);
       const std::string here = std::string(schedule) + " " + name(tile, cluster) + " of rank " +

@@ -31,7 +31,7 @@ void check_slots(const GemmPlan& plan, int64_t k, const std::string& context) {
     }
   }
   TPK_CHECK(written == wanted, context);
-  TPK_CHECK(s.k_iters == max64(1, ceil_div(k, kBK)), context);
+  TPK_CHECK(s.k_iters == max64(1, ceil_div(k, plan.plan.tile.bk)), context);
   TPK_CHECK(iterations == plan.plan.order.size() * s.k_iters, context);
 }
 
@@ -49,7 +49,7 @@ void check_plans(const Problem& p, const std::string& schedule, int64_t splits, 
     TPK_CHECK(plan.plan.predicted_us >= before, here);
     before = plan.plan.predicted_us;
     TPK_CHECK(plan.cluster.size() <= multiprocessors, here);
-    TPK_CHECK(!gated || takes_gate(plan.tile), here);
+    TPK_CHECK(!gated || takes_gate(plan.tile, plan.cluster), here);
     const TileShape whole = cluster_tile(plan.tile, plan.cluster);
     TPK_CHECK(plan.plan.tile.bm == whole.bm && plan.plan.tile.bn == (gated ? whole.bn / 2 : whole.bn), here);
     check_slots(plan, p.k, here);

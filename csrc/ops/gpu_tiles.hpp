@@ -21,7 +21,9 @@ inline void check_gpu_tile(std::string_view text) {
     tiles_named(text, sm80::kTileShapes);
   } catch (const std::invalid_argument& error) {
     std::string names;
-    for (const TileShape& t : sm90a::kTileShapes) names += (names.empty() ? "" : ", ") + name(t);
+    for (int t = 0; t < sm90a::kNumTiles; ++t) {
+      names += (names.empty() ? "" : ", ") + sm90a::name(static_cast<sm90a::TileId>(t));
+    }
     throw std::invalid_argument(std::string(error.what()) + " The Hopper kernel has " + names +
                                 ", each also with a cluster, such as " + name(sm90a::kTileShapes[0]) +
                                 "/2x1.");

@@ -17,6 +17,7 @@ struct Found {
   tpk::Plan plan;
   tpk::TileShape tile;  // of a CTA
   tpk::sm90a::ClusterShape cluster;
+  bool swapped = false;
 };
 
 // A plan of a kernel that computes a gate by a product of its own, with the same plan. What else follows is
@@ -38,7 +39,8 @@ Found find(const tpk::Problem& p, const std::string& device, const std::string& 
     if (device == "sm90" || device == "cuda") {
       const auto residency = tpk::sm90a::full_residency(multiprocessors > 0 ? multiprocessors : 132);
       const auto g = tpk::sm90a::plan_gemm(p, schedule, workers, splits, tile, demands, residency);
-      return {g.plan, tpk::sm90a::kTileShapes[static_cast<int>(g.tile)], g.cluster};
+      return {g.plan, tpk::sm90a::kTileShapes[static_cast<int>(g.tile)], g.cluster,
+              is_swapped(g.tile)};
     }
     const bool sm80 = device == "sm80";
     const int64_t count = multiprocessors > 0 ? multiprocessors : sm80 ? 108 : 132;
@@ -66,8 +68,9 @@ std::tuple<std::string, std::vector<int64_t>, double> streamk_plan(
   const Found f = find({m, n, k, batch}, device, schedule, workers, splits, multiprocessors, tile,
                        {gated, gated || finishes, outer_major});
   const tpk::Schedule& s = f.plan.schedule;
-  std::vector<int64_t> numbers{f.tile.bm, f.tile.bn,     f.tile.bk,   f.plan.order.size(), s.k_iters,
-                               s.workers, f.plan.splits, s.num_slots, f.cluster.m,         f.cluster.n};
+  std::vector<int64_t> numbers{f.tile.bm,   f.tile.bn,     f.tile.bk,   f.plan.order.size(), s.k_iters,
+                               s.workers,   f.plan.splits, s.num_slots, f.cluster.m,         f.cluster.n,
+                               f.cluster.k, f.swapped};
   return {tpk::name(f.plan.kind), std::move(numbers), f.plan.predicted_us};
 }
 

@@ -34,6 +34,7 @@ constexpr struct {
     {"addend_us", &sm90a::HopperCost::addend_us},
     {"departing_split_us", &sm90a::HopperCost::departing_split_us},
     {"outer_us", &sm90a::HopperCost::outer_us},
+    {"meet_us", &sm90a::HopperCost::meet_us},
 };
 static_assert(sizeof(sm90a::HopperCost) ==
                   sizeof(double) *
@@ -45,10 +46,11 @@ template <class Cost, class Visit>
 void visit_constants(Cost& cost, const Visit& visit) {
   for (const auto& scalar : kScalars) visit(scalar.name, cost.*scalar.field);
   for (int t = 0; t < sm90a::kNumTiles; ++t) {
-    visit("epilogue_us " + name(sm90a::kTileShapes[t]), cost.epilogue_us[t]);
+    const auto tile = static_cast<sm90a::TileId>(t);
+    visit("epilogue_us " + sm90a::name(tile), cost.epilogue_us[t]);
     for (int c = 0; c < sm90a::kNumClusterShapes; ++c) {
-      visit("iter_us " + sm90a::name(static_cast<sm90a::TileId>(t), sm90a::kClusterShapes[c]),
-            cost.iter_us[t][c]);
+      const sm90a::ClusterShape& cluster = sm90a::kClusterShapes[c];
+      if (takes_cluster(tile, cluster)) visit("iter_us " + name(tile, cluster), cost.iter_us[t][c]);
     }
   }
 }
@@ -100,7 +102,8 @@ void bind_hopper(py::module_& m) {
   std::vector<std::string> tiles;
   for (int t = 0; t < sm90a::kNumTiles; ++t) {
     for (const sm90a::ClusterShape c : sm90a::kClusterShapes) {
-      tiles.push_back(sm90a::name(static_cast<sm90a::TileId>(t), c));
+      const auto tile = static_cast<sm90a::TileId>(t);
+      if (takes_cluster(tile, c)) tiles.push_back(name(tile, c));
     }
   }
   m.attr("HOPPER_TILES") = py::tuple(py::cast(tiles));
@@ -110,7 +113,8 @@ void bind_hopper(py::module_& m) {
   py::class_<sm90a::GemmPlan>(m, "HopperPlan")
       .def_property_readonly("tile", [](const sm90a::GemmPlan& g) { return sm90a::name(g.tile, g.cluster); })
       .def_property_readonly(
-          "cluster", [](const sm90a::GemmPlan& g) { return py::make_tuple(g.cluster.m, g.cluster.n); })
+          "cluster",
+          [](const sm90a::GemmPlan& g) { return py::make_tuple(g.cluster.m, g.cluster.n, g.cluster.k); })
       .def_readonly("plan", &sm90a::GemmPlan::plan);
   m.def("hopper_plans", &find, py::arg("m"), py::arg("n"), py::arg("k"), py::arg("batch") = 1, py::kw_only(),
         py::arg("schedule") = "auto", py::arg("workers") = 0, py::arg("splits") = 1, py::arg("tile") = "",

@@ -159,7 +159,9 @@ CUT = [
 
 
 @pytest.mark.parametrize("plan", streamk_cases.SPLIT_PLANS, ids=lambda plan: plan["schedule"])
-@pytest.mark.parametrize("tile", [*streamk_cases.HOPPER_TILES, *streamk_cases.TILES])
+@pytest.mark.parametrize(
+    "tile", [*streamk_cases.HOPPER_TILES, *streamk_cases.SWAPPED_TILES, *streamk_cases.TILES]
+)
 def test_plans_that_are_to_cut_tiles_do(tile: str, plan: dict[str, Any]) -> None:
     for (m, n, k), name in itertools.product(CUT, streamk_cases.variants(tile)):
         if k < 1000 and plan["schedule"] == "split_k":
@@ -173,13 +175,15 @@ def test_tables_are_complete() -> None:
     """Every tile that the kernel has is tested."""
     with pytest.raises(RuntimeError) as caught:
         torch.ops.tpkernels.streamk_plan(1, 64, 64, 64, "sm90", tile="1x1x1")
-    for tile in streamk_cases.HOPPER_TILES:
+    tiles = [*streamk_cases.HOPPER_TILES, *streamk_cases.SWAPPED_TILES]
+    for tile in tiles:
         assert tile in str(caught.value)
-    assert str(caught.value).count("x64") == len(streamk_cases.HOPPER_TILES)
-    for name in (tile + cluster for tile in streamk_cases.HOPPER_TILES for cluster in streamk_cases.CLUSTERS):
+    assert str(caught.value).count("x64") == len(tiles)
+    for name in streamk_cases.HOPPER_NAMES:
         _, numbers, _ = torch.ops.tpkernels.streamk_plan(1, 64, 64, 64, "sm90", tile=name)
-        bm, bn, bk, *_, cluster_m, cluster_n = numbers
-        assert f"{bm}x{bn}x{bk}/{cluster_m}x{cluster_n}" == name
+        bm, bn, bk, *_, cluster_m, cluster_n, cluster_k, swapped = numbers
+        depth = f"x{cluster_k}" * (cluster_k > 1)
+        assert f"{bm}x{bn}x{bk}{'s' * swapped}/{cluster_m}x{cluster_n}{depth}" == name
 
 
 @pytest.mark.parametrize("tile", ["128x256x64/2x1", "128x192x64/1x1", "64x64x32"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from tpkernels import _host
 
 Plan = tuple[str, list[int], float]
+MOST_FEW_ROWS = 256  # csrc/kernels/sm90a/plan.hpp
 SHAPES = [(8192, 8192, 8192), (512, 512, 32768), (2048, 5120, 3000), (100, 70, 40), (1, 4096, 700)]
 
 
@@ -26,12 +28,12 @@ def plan(m: int, n: int, k: int, *, batch: int = 1, sms: int = 132, tile: str = 
     return found
 
 
-def sizes(tile: str) -> tuple[tuple[int, int], tuple[int, int]]:
-    """(bm, bn) and the cluster."""
+def sizes(tile: str) -> tuple[tuple[int, int], tuple[int, int, int], bool]:
+    """(bm, bn), the cluster, and whether the tile is swapped."""
     of_cta, cluster = tile.split("/")
-    bm, bn, _ = map(int, of_cta.split("x"))
-    cm, cn = map(int, cluster.split("x"))
-    return (bm, bn), (cm, cn)
+    bm, bn, _ = map(int, of_cta.removesuffix("s").split("x"))
+    cm, cn, ck = map(int, (cluster + "x1" * (cluster.count("x") == 1)).split("x"))
+    return (bm, bn), (cm, cn, ck), of_cta.endswith("s")
 
 
 @pytest.mark.parametrize("sms", [2, 60, 132])
@@ -39,13 +41,15 @@ def sizes(tile: str) -> tuple[tuple[int, int], tuple[int, int]]:
 def test_numbers_of_every_tile_and_schedule(schedule: str, sms: int) -> None:
     """What the op tells is what make_schedule makes, which covers every iteration once (tests/host)."""
     for tile, (m, n, k) in itertools.product(_host.HOPPER_TILES, SHAPES[1:]):
+        if sms < math.prod(sizes(tile)[1]):
+            continue
         kind, numbers, predicted = plan(m, n, k, sms=sms, tile=tile, schedule=schedule, splits=3)
-        bm, bn, bk, tiles, k_iters, workers, splits, partial_tiles, cm, cn = numbers
-        assert ((bm, bn), (cm, cn)) == sizes(tile) and bk == 64 and predicted > 0
-        assert tiles == -(-m // (bm * cm)) * -(-n // (bn * cn)) and k_iters == -(-k // 64)
+        bm, bn, bk, tiles, k_iters, workers, splits, partial_tiles, cm, cn, ck, swapped = numbers
+        assert ((bm, bn), (cm, cn, ck), bool(swapped)) == sizes(tile) and bk == 64 and predicted > 0
+        assert tiles == -(-m // (bm * cm)) * -(-n // (bn * cn)) and k_iters == -(-k // (64 * ck))
         if schedule != "auto":
             assert kind == schedule
-            s = _host.make_schedule(kind, tiles, k_iters, workers=sms // (cm * cn), splits=3)
+            s = _host.make_schedule(kind, tiles, k_iters, workers=sms * (1 + swapped) // (cm * cn * ck), min_iters=max(1, 4 // ck), splits=3)
             assert (s.workers, s.num_slots) == (workers, partial_tiles)
             assert 1 <= splits <= 3
             count = [_host.count_work(s, w) for w in range(s.workers)]
@@ -59,8 +63,12 @@ def test_the_free_choice_is_the_fastest_by_its_own_prediction(shape: tuple[int, 
     chosen = plan(*shape, sms=sms)
     times = {}
     for tile in _host.HOPPER_TILES:
+        if sms < math.prod(sizes(tile)[1]):
+            continue
         named = plan(*shape, sms=sms, tile=tile)
         times[tile] = named[2]
+        if shape[0] > MOST_FEW_ROWS and sizes(tile)[2]:
+            continue  # a swapped tile has to be named
         assert chosen[2] <= named[2]
         for schedule in ("data_parallel", "hybrid_aligned"):
             assert chosen[2] <= plan(*shape, sms=sms, tile=tile, schedule=schedule)[2]
@@ -81,12 +89,12 @@ def test_what_follows_is_planned_for(
     """The op tells the plan that the launcher makes of a gate and an epilogue."""
     best, *_ = _host.hopper_plans(*shape, gated=gated, finishes=finishes, multiprocessors=sms)
     kind, numbers, predicted = plan(*shape, sms=sms, gated=gated, finishes=finishes)
-    (bm, bn), (cm, cn) = sizes(best.tile)
+    (bm, bn), (cm, cn, ck), swapped = sizes(best.tile)
     columns = bn // 2 if gated else bn
     m, n, k = shape
     tiles = -(-m // (bm * cm)) * -(-n // (columns * cn))
     s = best.plan.schedule
-    expected = [bm, bn, 64, tiles, -(-k // 64), s.workers, best.plan.splits, s.num_slots, cm, cn]
+    expected = [bm, bn, 64, tiles, -(-k // (64 * ck)), s.workers, best.plan.splits, s.num_slots, cm, cn, ck, swapped]
     assert (kind, numbers, predicted) == (best.plan.kind, expected, best.plan.predicted_us)
 
 
@@ -104,7 +112,7 @@ def test_other_kernels_compute_a_gate_by_a_second_product(device: str) -> None:
 
 
 def test_a_single_multiprocessor_has_no_clusters() -> None:
-    assert plan(1000, 1000, 1000, sms=1)[1][-2:] == [1, 1]
+    assert plan(1000, 1000, 1000, sms=1)[1][-4:-1] == [1, 1, 1]
     with pytest.raises(RuntimeError, match="no cluster of tile '128x256x64/2x1' fits on the device"):
         plan(1000, 1000, 1000, sms=1, tile="128x256x64/2x1")
 

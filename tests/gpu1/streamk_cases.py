@@ -34,8 +34,14 @@ SCHEDULES = [
 ]
 TILES = ["128x128x32", "64x64x32"]  # of the portable kernel
 HOPPER_TILES = ["128x256x64", "256x128x64", "256x192x64", "128x192x64", "128x128x64", "192x192x64"]
-GATED_TILES = ["128x256x64", "256x128x64", "128x128x64"]  # whose columns can be halved
+SWAPPED_TILES = ["64x128x64s"]  # the kernel computes the transpose; with CTAs along K, and no hooks
+GATED_TILES = ["128x256x64", "256x128x64", "128x128x64", *SWAPPED_TILES]  # whose columns can be halved
 CLUSTERS = ["/2x1", "/1x2", "/1x1"]
+SWAPPED_CLUSTERS = [*CLUSTERS, "/1x1x2", "/1x1x4", "/1x1x8", "/2x1x2", "/2x1x4"]
+HOPPER_NAMES = [
+    *(tile + cluster for tile in HOPPER_TILES for cluster in CLUSTERS),
+    *(tile + cluster for tile in SWAPPED_TILES for cluster in SWAPPED_CLUSTERS),
+]
 # How a matrix lies in memory: which dim is contiguous, whether 16-byte loads are possible.
 FAST = ["rows", "cols"]
 SLOW = ["rows_odd", "cols_odd", "strided"]
@@ -70,18 +76,21 @@ def _why_no_hopper_kernel() -> str:
 
 
 hopper_only = pytest.mark.skipif(bool(_why_no_hopper_kernel()), reason=_why_no_hopper_kernel() or "-")
-_HOPPER = [pytest.param(tile, marks=hopper_only) for tile in HOPPER_TILES]
+_HOPPER = [pytest.param(tile, marks=hopper_only) for tile in [*HOPPER_TILES, *SWAPPED_TILES]]
 ANY_TILE = [*_HOPPER, *TILES, ""]  # for parametrize; "" is what the device takes by itself
 HOPPER_AND_CHEAPEST = [*_HOPPER, ""]
 
 
 def is_hopper(tile: str) -> bool:
-    return tile.partition("/")[0] in HOPPER_TILES
+    return tile.partition("/")[0] in [*HOPPER_TILES, *SWAPPED_TILES]
 
 
-def variants(tile: str) -> list[str]:
-    """The tile with each cluster, where it is the Hopper kernel's."""
-    return [tile + cluster for cluster in CLUSTERS] if is_hopper(tile) else [tile]
+def variants(tile: str, *, gated: bool = False) -> list[str]:
+    """The tile with each cluster, where it is the Hopper kernel's; those that take a gate."""
+    if not is_hopper(tile):
+        return [tile]
+    names = [name for name in HOPPER_NAMES if name.startswith(tile + "/")]
+    return [name for name in names if not (gated and name.endswith("/1x1x8"))]
 
 
 def need_memory(gib: int) -> None:

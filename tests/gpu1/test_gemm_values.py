@@ -14,17 +14,18 @@ import torch
 from gemm_checks import Failures, Product, embed, gemm, integers, output
 from streamk_cases import (
     ANY_TILE,
-    CLUSTERS,
     DTYPES,
     FAST,
     GATED_TILES,
     HOPPER_AND_CHEAPEST,
+    HOPPER_NAMES,
     HOPPER_TILES,
     LAYOUTS,
     OUT_DTYPES,
     PLANS,
     SCHEDULES,
     SLOW,
+    SWAPPED_TILES,
     filled,
     hopper_only,
     is_hopper,
@@ -228,13 +229,16 @@ def test_names_of_tiles() -> None:
     """What a name means, and what a name that cannot be used answers."""
     a = torch.ones(1, 64, 64, dtype=torch.bfloat16, device="cuda")
     out = torch.empty_like(a)
-    for tile, cluster in itertools.product(HOPPER_TILES, ["", *CLUSTERS]):
-        gemm(a, a, out.fill_(0), tile=tile + cluster)
-        assert bool((out == 64).all()), tile + cluster
-    for tile in ["128x256x64/2x2", "128x256x64/", "128x256", "128x256x64/1x4", "256x256x64"]:
+    for tile in [*HOPPER_TILES, *SWAPPED_TILES, *HOPPER_NAMES]:
+        gemm(a, a, out.fill_(0), tile=tile)
+        assert bool((out == 64).all()), tile
+    for tile in [
+        "128x256x64/2x2", "128x256x64/", "128x256", "128x256x64/1x4", "256x256x64", "128x256x64/1x1x2", "128x256x64s",
+        "64x128x64", "64x128x64s/2x2", "64x128x64s/1x1x3", "64x128x64s/1x1x1",
+    ]:  # fmt: skip
         with pytest.raises(RuntimeError, match="tile must be"):
             gemm(a, a, out, tile=tile)
-    for tile in HOPPER_TILES:
+    for tile in [*HOPPER_TILES, "64x128x64s/1x1x8"]:
         if tile not in GATED_TILES:
             with pytest.raises(RuntimeError, match="takes no gate"):
                 gemm(a, a, out, tile=tile, gate=a)

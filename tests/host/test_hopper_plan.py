@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 
 import pytest
@@ -18,12 +19,17 @@ SIZES = st.integers(1, 3000)
 MULTIPROCESSORS = st.sampled_from([1, 2, 3, 16, 66, 78, 114, 131, 132, 264])
 
 
-def shape_of(tile: str) -> tuple[int, int, int, int]:
-    """Rows and columns of a tile, and of its cluster."""
+def shape_of(tile: str) -> tuple[int, int, tuple[int, int, int]]:
+    """Rows and columns of a tile, and its cluster."""
     sizes, cluster = tile.split("/")
-    bm, bn, _ = map(int, sizes.split("x"))
-    cm, cn = map(int, cluster.split("x"))
-    return bm, bn, cm, cn
+    bm, bn, _ = map(int, sizes.removesuffix("s").split("x"))
+    cm, cn, *depth = map(int, cluster.split("x"))
+    return bm, bn, (cm, cn, *depth) if depth else (cm, cn, 1)
+
+
+def resident(tile: str, sms: int) -> int:
+    """Clusters that run at once: a multiprocessor holds two CTAs of a swapped tile, one of any other."""
+    return sms * (2 if "s/" in tile else 1) // math.prod(shape_of(tile)[2])
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -31,10 +37,11 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def test_names_of_tiles() -> None:
-    assert len(set(TILES)) == 18
+    assert len(set(TILES)) == 6 * 3 + 8
     for tile in TILES:
         assert _host.is_hopper_tile(tile) and _host.is_hopper_tile(tile.split("/")[0])
-    for text in ("", "128x256", "128x128x32", "128x256x64/", "128x256x64/2x2", "128x256x64/1", "/2x1"):
+    wrong = ["", "128x256", "128x128x32", "128x256x64/", "128x256x64/2x2", "128x256x64/1", "/2x1", "64x128x64"]
+    for text in [*wrong, "128x256x64/1x1x2", "64x128x64s/2x2", "64x128x64s/1x1x1", "128x256x64s", "64x128x64s/"]:
         assert not _host.is_hopper_tile(text)
 
 
@@ -53,22 +60,22 @@ def test_names_of_tiles() -> None:
 def test_every_iteration_of_every_tile_once(
     m: int, n: int, k: int, batch: int, schedule: str, tile: str, sms: int, splits: int, gated: bool
 ) -> None:
-    bm, bn, cm, cn = shape_of(tile)
-    assume(sms >= cm * cn and not (gated and tile.split("/")[0] in NO_GATE))
+    bm, bn, (cm, cn, ck) = shape_of(tile)
+    assume(sms >= cm * cn * ck and not (gated and (ck == 8 or tile.split("/")[0] in NO_GATE)))
     (found,) = _host.hopper_plans(
         m, n, k, batch, schedule=schedule, splits=splits, tile=tile, gated=gated, multiprocessors=sms
     )
     plan = found.plan
-    assert (found.tile, found.cluster) == (tile, (cm, cn))
+    assert (found.tile, found.cluster) == (tile, (cm, cn, ck))
     columns = bn // 2 if gated else bn
     rows, cols = ceil_div(m, bm * cm), ceil_div(n, columns * cn)
-    s, tiles, k_iters = plan.schedule, batch * rows * cols, max(1, ceil_div(k, 64))
+    s, tiles, k_iters = plan.schedule, batch * rows * cols, max(1, ceil_div(k, 64 * ck))
     assert (len(plan.order), s.k_iters) == (tiles, k_iters)
     check_schedule([s.segments(w) for w in range(s.workers)], tiles, k_iters, s.min_iters, s.num_slots)
     places = {plan.order.at(i) for i in range(tiles)}
     assert places == set(itertools.product(range(batch), range(rows), range(cols)))
     if schedule != "split_k":
-        assert s.workers <= sms // (cm * cn), "more clusters than run at once"
+        assert s.workers <= resident(tile, sms), "more clusters than run at once"
     assert plan.predicted_us > 0
 
 
@@ -83,8 +90,7 @@ def test_the_workers_that_are_looked_at_tell_of_all(m: int, n: int, k: int, sche
     for found in _host.hopper_plans(m, n, k, schedule=schedule, splits=3, multiprocessors=sms):
         s = found.plan.schedule
         iters = max(_host.count_work(s, w).iterations for w in range(s.workers))
-        cm, cn = found.cluster
-        turns = ceil_div(s.workers, min(s.workers, sms // (cm * cn)))
+        turns = ceil_div(s.workers, min(s.workers, resident(found.tile, sms)))
         told = _host.hopper_predict_us(m, n, k, plan=found, multiprocessors=sms, cost=bare)
         told /= bare[f"iter_us {found.tile}"] * turns
         granules = max((p.granules for p in s.pieces), default=0)

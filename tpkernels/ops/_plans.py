@@ -22,8 +22,16 @@ TILES = {
         f"{tile}/{cluster}"
         for tile in ("128x256x64", "256x128x64", "256x192x64", "128x192x64", "128x128x64", "192x192x64")
         for cluster in ("2x1", "1x2", "1x1")
+    )
+    # For few rows: the kernel computes the transpose. 2x1x4 is a cluster with four CTAs along K.
+    + tuple(
+        f"64x128x64s/{cluster}"
+        for cluster in ("2x1", "1x2", "1x1", "1x1x2", "1x1x4", "1x1x8", "2x1x2", "2x1x4")
     ),
 }
+
+
+_MOST_FEW_ROWS = 256  # kMostFewRows of csrc/kernels/sm90a/plan.hpp
 
 
 class Product(NamedTuple):
@@ -92,11 +100,12 @@ def plan(product: Product, machine: Machine, schedule: str = "auto", tile: str =
     kind, numbers, predicted = torch.ops.tpkernels.streamk_plan(
         *size, machine.architecture, schedule, 0, 1, machine.multiprocessors, tile, *demands
     )
-    bm, bn, bk, tiles, k_iters, workers, splits, partial_tiles, cluster_m, cluster_n = numbers
+    bm, bn, bk, tiles, k_iters, workers, splits, partial_tiles, *cluster, swapped = numbers
     return {
         "schedule": kind,
         "tile": (bm, bn, bk),
-        "cluster": (cluster_m, cluster_n),
+        "swapped": bool(swapped),
+        "cluster": tuple(cluster if cluster[2] > 1 else cluster[:2]),  # along M and N, and along K where it is cut
         "tiles": tiles,
         "k_iters": k_iters,
         "workers": workers,
@@ -109,20 +118,27 @@ def plan(product: Product, machine: Machine, schedule: str = "auto", tile: str =
 def tile_name(one: dict[str, Any], machine: Machine) -> str:
     """Name of a plan's tile as the kernel takes it: "128x256x64/2x1" where there are clusters."""
     tile, cluster = ("x".join(map(str, one[key])) for key in ("tile", "cluster"))
-    return f"{tile}/{cluster}" if machine.architecture == "sm90" else tile
+    return f"{tile}{'s' * one['swapped']}/{cluster}" if machine.architecture == "sm90" else tile
 
 
-def tiles_of(machine: Machine, gated: bool) -> list[str]:
-    """Tiles that a product can take: the Hopper kernel halves the columns of a gated one, in multiples of 64."""
+def tiles_of(product: Product, machine: Machine) -> list[str]:
+    """Tiles that a product may get. The Hopper kernel halves the columns of a gated one, in multiples of 64, and not
+    with eight CTAs along K; its swapped tiles are for few rows.
+    """
     names = TILES[machine.architecture]
-    halves = gated and machine.architecture == "sm90"
-    return [name for name in names if not halves or int(name.split("x")[1]) % 128 == 0]
+    if machine.architecture != "sm90":
+        return list(names)
+    if product.m > _MOST_FEW_ROWS:
+        names = tuple(name for name in names if "s/" not in name)
+    if product.gated:
+        names = tuple(n for n in names if int(n.split("x")[1]) % 128 == 0 and not n.endswith("/1x1x8"))
+    return list(names)
 
 
 def candidates(product: Product, machine: Machine) -> list[dict[str, Any]]:
     """The best plan of every tile, cheapest first: the first is what the kernel takes."""
     chosen = plan(product, machine)
-    others = [plan(product, machine, tile=tile) for tile in tiles_of(machine, product.gated)]
+    others = [plan(product, machine, tile=tile) for tile in tiles_of(product, machine)]
     return [chosen] + sorted((p for p in others if p != chosen), key=lambda p: float(p["predicted_us"]))
 
 

@@ -14,18 +14,23 @@ namespace tpk::sm90a {
 // else goes to the portable kernel.
 enum class Major : int32_t { kK, kOuter };
 
-// CTAs of a cluster: those along M share B, those along N share A, by multicast of each other's loads.
+// CTAs of a cluster: those along M share B, those along N share A, by multicast of each other's loads. Those
+// along K (swapped tiles alone) work on one tile, take its iterations in turn, and add what they have through
+// each other's shared memory.
 struct ClusterShape {
   int32_t m = 1;
   int32_t n = 1;
-  constexpr int32_t size() const { return m * n; }
+  int32_t k = 1;
+  constexpr int32_t size() const { return m * n * k; }
 };
-inline constexpr ClusterShape kClusterShapes[] = {{2, 1}, {1, 2}, {1, 1}};
-constexpr int kNumClusterShapes = 3;
+inline constexpr ClusterShape kClusterShapes[] = {{2, 1},    {1, 2},    {1, 1},    {1, 1, 2},
+                                                  {1, 1, 4}, {1, 1, 8}, {2, 1, 2}, {2, 1, 4}};
+constexpr int kNumClusterShapes = 8;
+constexpr int kMostDepth = 8;  // CTAs along K
 
 constexpr int cluster_index(ClusterShape c) {
   int i = 0;
-  while (kClusterShapes[i].m != c.m || kClusterShapes[i].n != c.n) ++i;
+  while (kClusterShapes[i].m != c.m || kClusterShapes[i].n != c.n || kClusterShapes[i].k != c.k) ++i;
   return i;
 }
 
@@ -36,6 +41,7 @@ constexpr int kChunkOuter = kSwizzleBytes / kElementBytes;  // columns of a box 
 constexpr int kWarpgroup = 128;                             // threads
 constexpr int kStagingBytes = 2048;                         // of a consumer warp: 16 rows x 128 bytes
 constexpr int kSharedLimit = 232448;                        // 227 KiB
+constexpr int kSharedHalf = 115712;                         // of two CTAs; each has 1 KiB more for the system
 
 // A CTA computes tiles of kBM x kBN. Cooperative: its consumer warpgroups share a tile, as many rows each.
 // Pingpong: two of them take tiles in turn, so that the epilogue of one runs under the main loop of the
@@ -46,6 +52,8 @@ struct TileConfig {
   static constexpr int kBN = BN;
   static constexpr int kStages = Stages;
   static constexpr bool kPingpong = Pingpong;
+  static constexpr bool kSwapped = false;
+  static constexpr int kCtas = 1;  // that a multiprocessor holds
   static constexpr int kConsumers = Consumers;                    // warpgroups that multiply
   static constexpr int kThreads = kWarpgroup * (1 + kConsumers);  // and one that loads
 
@@ -71,37 +79,76 @@ struct TileConfig {
   static_assert(kAccumulators <= 192, "More accumulators would spill.");
 };
 
-enum class TileId : int32_t { k128x256, k256x128, k256x192, k128x192, k128x128, k192x192 };
+// The kernel computes the transpose, with N of the product as its rows and M, which is small, as its columns,
+// so that the 64 rows of wgmma are columns of weights, and not padding. kBM and kBN are the kernel's. Half of a
+// multiprocessor is enough: the other half is at work while this one starts or ends, also for the next launch.
+template <int BN, int Stages>
+struct SwappedTileConfig : TileConfig<128, BN, Stages, false> {
+  static constexpr bool kSwapped = true;
+  static constexpr int kCtas = 2;
+  static constexpr int kProducerRegisters = 64;
+  static constexpr int kConsumerRegisters = 96;
+};
+
+enum class TileId : int32_t {
+  k128x256,
+  k256x128,
+  k256x192,
+  k128x192,
+  k128x128,
+  k192x192,
+  k64x128s
+};
 using Tile128x256 = TileConfig<128, 256, 4, false>;
 using Tile256x128 = TileConfig<256, 128, 4, false>;
 using Tile256x192 = TileConfig<256, 192, 3, false>;
 using Tile128x192 = TileConfig<128, 192, 5, true>;
 using Tile128x128 = TileConfig<128, 128, 6, true>;
 using Tile192x192 = TileConfig<192, 192, 4, false, 3>;
+using Tile64x128s = SwappedTileConfig<64, 4>;
 
-// In the order of TileId: the tile of one CTA.
+// In the order of TileId: the tile of one CTA, as rows and columns of the product (not of the kernel, where
+// they are swapped).
 inline constexpr TileShape kTileShapes[] = {{128, 256, kBK}, {256, 128, kBK}, {256, 192, kBK},
-                                            {128, 192, kBK}, {128, 128, kBK}, {192, 192, kBK}};
-inline constexpr bool kIsPingpong[] = {false, false, false, true, true, false};
-constexpr int kNumTiles = 6;
+                                            {128, 192, kBK}, {128, 128, kBK}, {192, 192, kBK},
+                                            {64, 128, kBK}};
+inline constexpr bool kIsPingpong[] = {false, false, false, true, true, false, false};
+inline constexpr bool kIsSwapped[] = {false, false, false, false, false, false, true};
+constexpr int kNumTiles = 7;
+
+constexpr bool is_swapped(TileId id) { return kIsSwapped[static_cast<int>(id)]; }
+
+// Clusters that a tile is compiled for.
+constexpr bool takes_cluster(TileId id, ClusterShape c) { return is_swapped(id) || c.k == 1; }
+
+// CTAs that a multiprocessor holds.
+constexpr int64_t ctas_per_multiprocessor(TileId id) {
+  return is_swapped(id) ? Tile64x128s::kCtas : Tile128x256::kCtas;
+}
 
 // Parts of a partial tile: one for every warpgroup that works on it.
 inline int parts_per_cta(TileId id) {
-  constexpr int kParts[] = {2, 2, 2, 1, 1, 3};
+  constexpr int kParts[] = {2, 2, 2, 1, 1, 3, 2};
   return kParts[static_cast<int>(id)];
 }
 
 // The tile of a cluster, which is what schedules count.
 inline TileShape cluster_tile(TileId id, ClusterShape c) {
   const TileShape& t = kTileShapes[static_cast<int>(id)];
-  return {t.bm * c.m, t.bn * c.n, t.bk};
+  return {t.bm * c.m, t.bn * c.n, t.bk * c.k};
 }
 
-// "128x256x64" is the tile of a CTA, "128x256x64/2x1" names the cluster too.
-inline std::string name(TileId id, ClusterShape c) {
+// "128x256x64" is the tile of a CTA, "64x128x64s" one that is swapped.
+inline std::string name(TileId id) {
   const TileShape& t = kTileShapes[static_cast<int>(id)];
-  return std::to_string(t.bm) + "x" + std::to_string(t.bn) + "x" + std::to_string(t.bk) + "/" +
-         std::to_string(c.m) + "x" + std::to_string(c.n);
+  return std::to_string(t.bm) + "x" + std::to_string(t.bn) + "x" + std::to_string(t.bk) +
+         (is_swapped(id) ? "s" : "");
+}
+
+// "128x256x64/2x1" names the cluster too, "64x128x64s/1x1x4" one with CTAs along K.
+inline std::string name(TileId id, ClusterShape c) {
+  return name(id) + "/" + std::to_string(c.m) + "x" + std::to_string(c.n) +
+         (c.k > 1 ? "x" + std::to_string(c.k) : "");
 }
 
 }  // namespace tpk::sm90a

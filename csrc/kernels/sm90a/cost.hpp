@@ -39,6 +39,7 @@ struct HopperCost {
   double addend_us;  // one of them, likewise
   double departing_split_us;  // departure: where tiles are split
   double outer_us;            // 128x128 with both operands outer-major: of an iteration, beside that
+  double meet_us;             // CTAs along K: adding what they have of a tile
   double iter_us[kNumTiles][kNumClusterShapes];  // one iteration, in the order of TileId and kClusterShapes
   double epilogue_us[kNumTiles];                 // one tile: what is not hidden
 };
@@ -57,13 +58,15 @@ inline constexpr HopperCost kCostHopper{5.1,
                                         1.6,
                                         25,
                                         0.035,
+                                        1.0,
                                         {{0.772, 0.776, 0.779},
                                          {0.776, 0.774, 0.774},
                                          {1.171, 1.166, 1.165},
                                          {0.600, 0.604, 0.650},
                                          {0.413, 0.398, 0.427},
-                                         {0.874, 0.874, 0.884}},
-                                        {2.15, 1.99, 5.62, 0.77, 0.43, 2.33}};
+                                         {0.874, 0.874, 0.884},
+                                         {0.35, 0.35, 0.35, 0.35, 0.35, 0.35, 0.35, 0.35}},
+                                        {2.15, 1.99, 5.62, 0.77, 0.43, 2.33, 0.5}};
 
 // Copies to the peers by the copy engine, as a gather makes them: all ranks at once, one peer after the
 // other, beside a product.
@@ -115,7 +118,11 @@ struct Demands {
   bool gated = false;
   bool finishes = false;     // the epilogue does more than round, which pingpong tiles hide
   bool outer_major = false;  // both operands
+  bool keeps_rows = false;   // other ranks are served by rows of tiles, which may not be swapped then
 };
+
+// See divided_shares(). Swapped tiles have one finisher: where CTAs along K do not serve, sums are short.
+inline int64_t shares_of(TileId tile, const Schedule& s) { return is_swapped(tile) ? 0 : divided_shares(s); }
 
 // What a worker's work is made of.
 struct WorkCost {
@@ -134,14 +141,15 @@ inline WorkCost work_cost(TileId tile, ClusterShape cluster, const Demands& dema
       c.epilogue_us[t] + (demands.finishes && !kIsPingpong[t] ? c.finish_us * elements : 0);
   const bool reads_slowly = demands.outer_major && tile == TileId::k128x128;
   const double iter = c.iter_us[t][shape] + (reads_slowly ? c.outer_us : 0);
-  return {iter, epilogue, part};
+  const double meet = cluster.k > 1 ? c.meet_us : 0;
+  return {iter, epilogue + meet, part};
 }
 
 // What its longest worker takes. running: clusters at work at once.
 inline double work_us(const Problem& p, const Schedule& s, TileId tile, ClusterShape cluster, int64_t running,
                       const Demands& demands, const HopperCost& c) {
   const auto [iter, epilogue, part] = work_cost(tile, cluster, demands, c);
-  const int64_t shares = s.workers <= running ? divided_shares(s) : 0;
+  const int64_t shares = s.workers <= running ? shares_of(tile, s) : 0;
   double work = 0;
   // The first workers have the most whole tiles, and shares differ by one granule or less: a few tell.
   const int64_t last = s.workers - 1;
@@ -161,9 +169,9 @@ inline double work_us(const Problem& p, const Schedule& s, TileId tile, ClusterS
 }
 
 // reread_bytes: brought from device memory beside every operand once.
-inline double total_us(const Problem& p, const Schedule& s, int64_t running, double work, double reread_bytes,
-                       const HopperCost& c) {
-  const int64_t shares = s.workers <= running ? divided_shares(s) : 0;
+inline double total_us(const Problem& p, const Schedule& s, TileId tile, int64_t running, double work,
+                       double reread_bytes, const HopperCost& c) {
+  const int64_t shares = s.workers <= running ? shares_of(tile, s) : 0;
   const double bytes = static_cast<double>(p.batch) *
                            ((static_cast<double>(p.m) + p.n) * p.k * kElementBytes + 2.0 * p.m * p.n) +
                        reread_bytes;
@@ -182,7 +190,7 @@ inline double departure_us(const Schedule& s, int64_t own_tiles, int32_t addends
 
 inline double predict_us(const Problem& p, const Schedule& s, TileId tile, ClusterShape cluster,
                          int64_t running, const Demands& demands, const HopperCost& c) {
-  return total_us(p, s, running, work_us(p, s, tile, cluster, running, demands, c), 0, c);
+  return total_us(p, s, tile, running, work_us(p, s, tile, cluster, running, demands, c), 0, c);
 }
 
 }  // namespace tpk::sm90a

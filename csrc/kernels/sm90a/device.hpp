@@ -95,10 +95,23 @@ class DeviceCache {
       check_cuda(cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                       static_cast<int>(kernel.shared_bytes)),
                  "cudaFuncSetAttribute");
+      check_cuda(cudaFuncSetAttribute(kernel.function, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                      cudaSharedmemCarveoutMaxShared),
+                 "cudaFuncSetAttribute");
     } catch (...) {
       prepared_.erase({device, kernel.function});
       throw;
     }
+  }
+
+  int64_t multiprocessors(int device) {
+    const std::lock_guard lock(mutex_);
+    const auto found = multiprocessors_.find(device);
+    if (found != multiprocessors_.end()) return found->second;
+    int count = 0;
+    check_cuda(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device),
+               "cudaDeviceGetAttribute");
+    return multiprocessors_[device] = count;
   }
 
   // Clusters that the whole device holds at once. device is current.
@@ -113,6 +126,7 @@ class DeviceCache {
       const KernelInfo kernel = find_kernel(static_cast<TileId>(t), Element::kBf16, Major::kK, Major::kK);
       prepare(device, kernel);
       for (int c = 0; c < kNumClusterShapes; ++c) {
+        if (!takes_cluster(static_cast<TileId>(t), kClusterShapes[c])) continue;
         const ClusterLaunch launch(1, kClusterShapes[c], kernel, nullptr);
         int count = 0;
         check_cuda(cudaOccupancyMaxActiveClusters(&count, kernel.function, &launch.config),
@@ -138,6 +152,7 @@ class DeviceCache {
             demands.gated,
             demands.finishes,
             demands.outer_major,
+            demands.keeps_rows,
             ranks.key(),
             std::string(call.schedule),
             std::string(call.tile)};
@@ -149,8 +164,9 @@ class DeviceCache {
     made.gemm = plan_gemm(p, call.schedule, call.workers, call.splits, call.tile, demands, r, ranks);
     const Plan& plan = made.gemm.plan;
     // A share may have rows that wait for other ranks; one finisher of a tile does so alone.
-    made.shares =
-        ranks.direction == Direction::kDeparture ? 0 : static_cast<int32_t>(divided_shares(plan.schedule));
+    made.shares = ranks.direction == Direction::kDeparture
+                      ? 0
+                      : static_cast<int32_t>(shares_of(made.gemm.tile, plan.schedule));
     made.opening = open_schedule(plan.schedule, plan.order, made.shares);
     return plans_[std::move(key)] = made;
   }
@@ -173,11 +189,12 @@ class DeviceCache {
   }
 
  private:
-  using Key = std::tuple<int64_t, int64_t, int64_t, int64_t, int, int, int64_t, int64_t, bool, bool, bool,
+  using Key = std::tuple<int64_t, int64_t, int64_t, int64_t, int, int, int64_t, int64_t, bool, bool, bool, bool,
                          std::string, std::string, std::string>;
   static constexpr size_t kMaxPlans = 1024;
   std::mutex mutex_;
   std::set<std::pair<int, const void*>> prepared_;
+  std::map<int, int64_t> multiprocessors_;
   std::map<int, Residency> residency_;
   std::map<Key, LaunchPlan> plans_;
   FaultRecord* fault_ = nullptr;

@@ -119,6 +119,7 @@ CUtensorMap operand_map(const OperandView& o, Element element, int64_t extent, b
 
 void fill_maps(GemmParams& p, const GemmCall& c, const Operands& o, const GemmPlan& plan) {
   const TileShape& tile = kTileShapes[static_cast<int>(plan.tile)];
+  const bool swapped = is_swapped(plan.tile);  // then the kernel's A is the product's B
   const bool share_a = plan.cluster.n > 1;
   const bool share_b = plan.cluster.m > 1;
   // What is shared is loaded in halves of the rows, or, outer-major, in halves of K.
@@ -132,9 +133,18 @@ void fill_maps(GemmParams& p, const GemmCall& c, const Operands& o, const GemmPl
     return half_k(v, share_b) ? encode_tensor_map(v.tensor, kind, kChunkOuter, kBK / 2)
                               : operand_map(v, c.element, tile.bn, share_b || p.gated);
   };
+  // No more tokens than there are, where a tile has all of them.
+  const int64_t rows = swapped && !share_a && o.a.major == Major::kK && c.problem.m < tile.bm
+                           ? ceil_div(c.problem.m, 8) * 8
+                           : tile.bm;
+  p.stage_bytes = static_cast<uint32_t>((tile.bn + rows) * kSwizzleBytes);
+  const auto maps = [&](const PairView& v) {
+    if (!swapped) return PairMaps{map_a(v.a), map_b(v.b)};
+    return PairMaps{map_b(v.b), rows < tile.bm ? operand_map(v.a, c.element, rows, false) : map_a(v.a)};
+  };
   p.pair_ends = pair_ends(c);
-  p.pairs[0] = {map_a(o.a), map_b(o.b)};
-  for (int i = 0; i < c.num_more; ++i) p.pairs[i + 1] = {map_a(o.more[i].a), map_b(o.more[i].b)};
+  p.pairs[0] = maps(o);
+  for (int i = 0; i < c.num_more; ++i) p.pairs[i + 1] = maps(o.more[i]);
   if (p.gated) p.map_gate = map_b(o.gate);
   if (o.own.tensor.data != nullptr) {
     const RankRows& ranks = c.hooks->arrival.ranks;
@@ -144,8 +154,8 @@ void fill_maps(GemmParams& p, const GemmCall& c, const Operands& o, const GemmPl
     const int32_t end = ranks.row_end[ranks.rank];
     p.own_end = end == c.problem.m ? std::numeric_limits<int32_t>::max() : end;
   }
-  p.batch_step_a = o.a.batch_step;
-  p.batch_step_b = o.b.batch_step;
+  p.batch_step_a = (swapped ? o.b : o.a).batch_step;
+  p.batch_step_b = (swapped ? o.a : o.b).batch_step;
 }
 
 // Blocks of own rows that are added: see owner.cuh. box_rows: 64, or of all parts of a tile. batches of
@@ -196,6 +206,7 @@ void fill_epilogue(GemmParams& p, const GemmCall& c, TileId tile) {
   const auto add_late = [&](const Matrix& m) {
     if (p.num_late == 0)
       p.late_staged = p.preact.data == nullptr && bytes_of(m.kind) == 2 && output_of(m, q).aligned;
+    if (bytes_of(m.kind) == 2 && output_of(m, q).aligned) p.late_whole |= 1u << p.num_late;
     p.late[p.num_late++] = addend_of(m, q);
   };
   if (c.residual.data != nullptr) add_late(c.residual);
@@ -265,6 +276,12 @@ void fill_workspace(GemmParams& p, const GemmPlan& plan, const Allocator& alloca
              "The launch that clears flags");
 }
 
+// Others wait for rows of tiles, or tiles for rows.
+bool serves_ranks(const GemmHooks* hooks) {
+  return hooks != nullptr && (hooks->arrival.flags != nullptr || hooks->doorbell.counters != nullptr ||
+                              hooks->departure.ranks.world > 0);
+}
+
 // All that is decided before anything is launched. Loads the kernel, too.
 struct Prepared {
   Operands operands;
@@ -281,9 +298,12 @@ Prepared prepare(const GemmCall& call) {
   out.operands = read_operands(call);
   DeviceCache& cache = DeviceCache::instance();
   Residency residency = cache.residency(call.device);
-  for (auto& of_tile : residency.clusters) {
+  const Residency most = call.multiprocessors < cache.multiprocessors(call.device)
+                             ? one_cta_residency(call.multiprocessors)  // some are to be left free
+                             : full_residency(call.multiprocessors);
+  for (int t = 0; t < kNumTiles; ++t) {
     for (int i = 0; i < kNumClusterShapes; ++i) {
-      of_tile[i] = std::min<int64_t>(of_tile[i], call.multiprocessors / kClusterShapes[i].size());
+      residency.clusters[t][i] = std::min(residency.clusters[t][i], most.clusters[t][i]);
     }
   }
   const Demands demands{call.gate.data != nullptr,
@@ -291,7 +311,8 @@ Prepared prepare(const GemmCall& call) {
                             call.residual.data != nullptr || call.preact.data != nullptr ||
                             call.activation != Activation::kNone ||
                             (call.accumulate && call.out.kind != ScalarKind::kFp32),
-                        out.operands.a.major == Major::kOuter && out.operands.b.major == Major::kOuter};
+                        out.operands.a.major == Major::kOuter && out.operands.b.major == Major::kOuter,
+                        serves_ranks(call.hooks)};
   out.plan = cache.plan(call, demands, residency);
   const GemmPlan& plan = out.plan.gemm;
   out.kernel = find_kernel(plan.tile, call.element, out.operands.a.major, out.operands.b.major);
@@ -307,8 +328,10 @@ void launch(const GemmCall& call, cudaStream_t stream, const Allocator& allocato
   GemmParams p;
   p.problem = whole_problem(call);
   p.gated = call.gate.data != nullptr;
-  p.cluster_m = plan.cluster.m;
-  p.cluster_n = plan.cluster.n;
+  const bool swapped = is_swapped(plan.tile);
+  p.cluster_m = swapped ? plan.cluster.n : plan.cluster.m;
+  p.cluster_n = swapped ? plan.cluster.m : plan.cluster.n;
+  p.cluster_k = plan.cluster.k;
   p.schedule = plan.plan.schedule;
   p.blocks = plan.blocks;
   p.shares = prepared.plan.shares;

@@ -5,6 +5,7 @@
 
 namespace tpk::sm90a {
 
+// a, b: how the product's operands lie, which swapped tiles take the other way round.
 template <Element kElement>
 KernelInfo find_kernel(TileId tile, Major a, Major b) {
   switch (tile) {
@@ -18,6 +19,8 @@ KernelInfo find_kernel(TileId tile, Major a, Major b) {
       return kernel_info<Tile128x192, kElement>(a, b);
     case TileId::k192x192:
       return kernel_info<Tile192x192, kElement>(a, b);
+    case TileId::k64x128s:
+      return kernel_info<Tile64x128s, kElement>(b, a);
     case TileId::k128x128:
       break;
   }

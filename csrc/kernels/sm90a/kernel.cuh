@@ -23,6 +23,17 @@ namespace tpk::sm90a {
 // loop.
 constexpr int kOwnBarrier = 1;
 constexpr int kTurnBarrier = 4;
+constexpr int kGateBarrier = 6;  // of a warp with gates and the one that takes them: four, in swapped tiles
+
+// Of swapped tiles, whose sources include few_rows.cuh.
+constexpr int kLaneColumns = 8;
+template <class Tile>
+__device__ __forceinline__ void load_column_bias(const GemmParams& p, const WorkItem& item, int part,
+                                 float (&bias)[kLaneColumns]);
+template <class Tile>
+__device__ __forceinline__ void finish_few_rows(const GemmParams& p, SharedStorage<Tile>& s, const ClusterPlace& at,
+                                const WorkItem& item, int part, const float (&bias)[kLaneColumns],
+                                uint32_t& exchanged, Accumulators<Tile>& acc);
 
 template <class Tile, Element kElement, Major kMajorA, Major kMajorB>
 __device__ __forceinline__ void run_consumer(const GemmParams& p, SharedStorage<Tile>& s,
@@ -31,6 +42,7 @@ __device__ __forceinline__ void run_consumer(const GemmParams& p, SharedStorage<
   const int row = Tile::kPingpong ? 0 : consumer * Tile::kRows;
   ItemReader<Tile> items{s, {}};
   Accumulators<Tile> acc;
+  [[maybe_unused]] uint32_t exchanged = 0;
 
   wait_for_earlier_kernels();
   if (Tile::kPingpong && consumer == 1) named_arrive(kTurnBarrier, 2 * kWarpgroup);  // the first turn is 0's
@@ -51,7 +63,12 @@ __device__ __forceinline__ void run_consumer(const GemmParams& p, SharedStorage<
       release();
       continue;
     }
-    if (p.bias != nullptr) load_bias<Tile::kBN>(p, item.n, s.bias[consumer], kOwnBarrier + consumer);
+    [[maybe_unused]] float column_bias[kLaneColumns];
+    if constexpr (Tile::kSwapped) {
+      load_column_bias<Tile>(p, item, consumer, column_bias);
+    } else {
+      if (p.bias != nullptr) load_bias<Tile::kBN>(p, item.n, s.bias[consumer], kOwnBarrier + consumer);
+    }
     if (Tile::kPingpong) named_sync(kTurnBarrier + consumer, 2 * kWarpgroup);
     const int slots = item.partials();
     const int addends = item.addends;
@@ -65,32 +82,41 @@ __device__ __forceinline__ void run_consumer(const GemmParams& p, SharedStorage<
 
     const int part = Tile::kPingpong ? 0 : consumer;
     if (item.slot >= 0) {
-      if (p.shares > 0) {
+      const auto publish = [&] {
+        publish_partial<Tile>(SlotView<Tile>(p, at), item.slot, part, acc, kOwnBarrier + consumer);
+      };
+      if constexpr (Tile::kSwapped) {
+        publish();
+      } else if (p.shares > 0) {
         finish_divided<Tile>(p, s, at, item, part, row, consumer, kOwnBarrier + consumer, acc);
       } else {
-        publish_partial<Tile>(SlotView<Tile>(p, at), item.slot, part, acc, kOwnBarrier + consumer);
+        publish();
       }
       finish();
       continue;
     }
     if (slots > 0) add_partials<Tile>(s, slots, part, stage, acc);
-    if (addends > 0) add_addends<Tile>(p, s, addends, part, stage, s.bias[consumer], acc);
-    // Not before: the other's first stage comes behind these, and a barrier tells one phase from the next
-    // only.
-    if (slots + addends > 0) end_turn();
-    const StagingBuffer staging(s.staging[4 * consumer]);
-    const int first = item.m + row + 16 * staging.warp;
-    if (p.plain) {
-      store_plain<Tile>(p, addends > 0 ? p.own_rows.out : p.out, item, first, acc, staging);
+    if constexpr (Tile::kSwapped) {
+      finish_few_rows<Tile>(p, s, at, item, part, column_bias, exchanged, acc);
     } else {
-      store_finished<Tile>(p, item, first, acc, s.bias[consumer], staging);
+      if (addends > 0) add_addends<Tile>(p, s, addends, part, stage, s.bias[consumer], acc);
+      // Not before: the other's first stage comes behind these, and a barrier tells one phase from the next
+      // only.
+      if (slots + addends > 0) end_turn();
+      const StagingBuffer staging(s.staging[4 * consumer]);
+      const int first = item.m + row + 16 * staging.warp;
+      if (p.plain) {
+        store_plain<Tile>(p, addends > 0 ? p.own_rows.out : p.out, item, first, acc, staging);
+      } else {
+        store_finished<Tile>(p, item, first, acc, s.bias[consumer], staging);
+      }
     }
     finish();
   }
 }
 
 template <class Tile, Element kElement, Major kMajorA, Major kMajorB>
-__global__ void __launch_bounds__(Tile::kThreads, 1)
+__global__ void __launch_bounds__(Tile::kThreads, Tile::kCtas)
     streamk_gemm_kernel(const __grid_constant__ GemmParams p) {
   extern __shared__ __align__(1024) unsigned char dynamic_shared[];
   auto& s = *reinterpret_cast<SharedStorage<Tile>*>(dynamic_shared);
@@ -98,12 +124,17 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
   const uint32_t rank = cute::block_rank_in_cluster();
   const int cluster_m = p.cluster_m;
+  const int plane = cluster_m * p.cluster_n;  // CTAs that stand at one K
+  const int depth = Tile::kSwapped ? static_cast<int>(rank) / plane : 0;
+  const int in_plane = static_cast<int>(rank) - depth * plane;
   const ClusterPlace at{rank,
-                        static_cast<uint32_t>(cluster_m * p.cluster_n),
-                        static_cast<int>(rank) % cluster_m,
-                        static_cast<int>(rank) / cluster_m,
+                        static_cast<uint32_t>(plane * (Tile::kSwapped ? p.cluster_k : 1)),
+                        in_plane % cluster_m,
+                        in_plane / cluster_m,
                         cluster_m,
-                        p.cluster_n};
+                        p.cluster_n,
+                        depth,
+                        depth * plane};
   const bool bells = p.hooks.doorbell.counters != nullptr;
   if (threadIdx.x == 0) init_barriers(s, at, bells);
   if (warp == 1) {
@@ -134,7 +165,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 
 template <class Tile, Element kElement, Major kMajorA, Major kMajorB>
 KernelInfo describe() {
-  static_assert(sizeof(SharedStorage<Tile>) <= kSharedLimit, "A CTA has 227 KiB of shared memory.");
+  static_assert(sizeof(SharedStorage<Tile>) <= (Tile::kCtas == 2 ? kSharedHalf : kSharedLimit),
+                "A multiprocessor has 227 KiB of shared memory.");
   return {reinterpret_cast<const void*>(&streamk_gemm_kernel<Tile, kElement, kMajorA, kMajorB>),
           sizeof(SharedStorage<Tile>), Tile::kThreads};
 }

@@ -33,17 +33,38 @@ struct Residency {
   int64_t clusters[kNumTiles][kNumClusterShapes] = {};
 };
 
-// One CTA a multiprocessor: what a whole H100 or H200 holds.
-inline Residency full_residency(int64_t multiprocessors) {
+// One CTA a multiprocessor.
+inline Residency one_cta_residency(int64_t multiprocessors) {
   Residency r;
-  for (auto& of_tile : r.clusters) {
-    for (int i = 0; i < kNumClusterShapes; ++i) of_tile[i] = multiprocessors / kClusterShapes[i].size();
+  for (int t = 0; t < kNumTiles; ++t) {
+    for (int i = 0; i < kNumClusterShapes; ++i) {
+      if (takes_cluster(static_cast<TileId>(t), kClusterShapes[i]))
+        r.clusters[t][i] = multiprocessors / kClusterShapes[i].size();
+    }
+  }
+  return r;
+}
+
+// What a whole H100 or H200 holds.
+inline Residency full_residency(int64_t multiprocessors) {
+  Residency r = one_cta_residency(multiprocessors);
+  for (int t = 0; t < kNumTiles; ++t) {
+    const int64_t ctas = ctas_per_multiprocessor(static_cast<TileId>(t));
+    for (int i = 0; ctas > 1 && i < kNumClusterShapes; ++i) {
+      if (r.clusters[t][i] > 0) r.clusters[t][i] = multiprocessors * ctas / kClusterShapes[i].size();
+    }
   }
   return r;
 }
 
 // The columns of a gated tile are half gate, half b, and boxes of an outer-major b are 64 wide.
-inline bool takes_gate(TileId id) { return kTileShapes[static_cast<int>(id)].bn % 128 == 0; }
+// Of a swapped tile two warps of one CTA meet, which eight CTAs along K do not have.
+inline bool takes_gate(TileId id, ClusterShape c) {
+  return kTileShapes[static_cast<int>(id)].bn % 128 == 0 && c.k < kMostDepth;
+}
+
+// Products of more rows get no swapped tile unless it is named.
+constexpr int64_t kMostFewRows = 256;
 
 // Adding what other ranks send takes registers beside the accumulators: tiles of 192 columns spill there,
 // which costs 15 % of a product with K = 6144.
@@ -52,6 +73,7 @@ inline bool has_room_for_sums(TileId id) { return kTileShapes[static_cast<int>(i
 inline bool is_tile_name(std::string_view text) {
   for (int t = 0; t < kNumTiles; ++t) {
     for (const ClusterShape c : kClusterShapes) {
+      if (!takes_cluster(static_cast<TileId>(t), c)) continue;
       const std::string full = name(static_cast<TileId>(t), c);
       if (text == full || text == std::string_view(full).substr(0, full.find('/'))) return true;
     }
@@ -97,6 +119,7 @@ class TilePlans {
     ScheduleOptions o;
     o.workers = workers_;
     o.splits = splits;
+    o.min_iters = max64(1, o.min_iters / cluster_.k);  // of the cluster: several a step
     o.aligned = direction_ == Direction::kArrival;
     const Placement& placement = grouped(kind) ? grouped_ : placement_;
     o.shard_tiles = placement.shard_tiles;
@@ -111,7 +134,7 @@ class TilePlans {
                     : kind == ScheduleKind::kSplitK && s.num_slots > 0 ? s.workers / g.plan.order.size()
                                                                        : 1;
     const double work = work_us(p_, s, tile_, cluster_, running(s), demands_, kCostHopper);
-    g.plan.predicted_us = total_us(p_, s, running(s), work, reread_bytes(kind), kCostHopper);
+    g.plan.predicted_us = total_us(p_, s, tile_, running(s), work, reread_bytes(kind), kCostHopper);
     if (direction_ == Direction::kDeparture) {
       g.plan.predicted_us +=
           departure_us(s, placement_.own_tiles, addends_, running(s),
@@ -130,7 +153,7 @@ class TilePlans {
     const Schedule& s = g.plan.schedule;
     const double work = simulate_us(s, step_cost(p_, s, tile_, cluster_, running(s), demands_, kCostHopper),
                                     grouped(g.plan.kind) ? grouped_arrivals_ : arrivals_, running(s));
-    return total_us(p_, s, running(s), work, reread_bytes(g.plan.kind), kCostHopper);
+    return total_us(p_, s, tile_, running(s), work, reread_bytes(g.plan.kind), kCostHopper);
   }
 
  private:
@@ -191,13 +214,20 @@ inline std::vector<GemmPlan> candidates(const Problem& p, std::string_view sched
   std::vector<GemmPlan> found;
   bool named = false;
   bool unsafe = false;
+  bool swapped = false;  // a tile that was named
   for (int t = 0; t < kNumTiles; ++t) {
     const auto id = static_cast<TileId>(t);
     for (int c = 0; c < kNumClusterShapes; ++c) {
+      if (!takes_cluster(id, kClusterShapes[c])) continue;
       const std::string full = name(id, kClusterShapes[c]);
       if (!tile.empty() && tile != full && tile != std::string_view(full).substr(0, full.find('/'))) continue;
       named = true;
-      if (demands.gated && !takes_gate(id)) continue;
+      if (is_swapped(id)) {
+        swapped = !tile.empty();
+        if (demands.keeps_rows || ranks.direction != Direction::kNone) continue;
+        if (tile.empty() && p.m > kMostFewRows) continue;
+      }
+      if (demands.gated && !takes_gate(id, kClusterShapes[c])) continue;
       if (tile.empty() && ranks.direction == Direction::kDeparture && !has_room_for_sums(id)) continue;
       if (residency.clusters[t][c] < 1) continue;
       std::optional<GemmPlan> best;
@@ -242,18 +272,22 @@ inline std::vector<GemmPlan> candidates(const Problem& p, std::string_view sched
         "' could make ranks wait for each other: its own tiles are not apart from those of others; "
         "use data_parallel or auto.");
   }
+  if (swapped && (demands.keeps_rows || ranks.direction != Direction::kNone)) {
+    throw std::invalid_argument(
+        "tile '" + std::string(tile) +
+        "' is swapped, and takes no rows of other ranks; use another or none.");
+  }
   if (named && demands.gated) {
     throw std::invalid_argument(
         "tile '" + std::string(tile) +
-        "' takes no gate: its columns cannot be halved; use 128x256x64, 256x128x64 or "
-        "128x128x64.");
+        "' takes no gate: its columns cannot be halved, or its cluster is too deep; use 128x256x64, 256x128x64 "
+        "or 128x128x64.");
   }
   if (named)
     throw std::invalid_argument("no cluster of tile '" + std::string(tile) + "' fits on the device.");
   std::string names;
   for (int t = 0; t < kNumTiles; ++t) {
-    const std::string full = name(static_cast<TileId>(t), kClusterShapes[0]);
-    names += full.substr(0, full.find('/')) + ", ";
+    names += name(static_cast<TileId>(t)) + ", ";
   }
   throw std::invalid_argument(
       "tile must be one of " + names +

@@ -92,6 +92,28 @@ __device__ __forceinline__ void store_remote(const uint32_t* word, uint32_t valu
       : "memory");
 }
 
+// 16 bytes to an address in another CTA's shared memory; completes 16 bytes of a barrier there.
+__device__ __forceinline__ void store_remote(uint32_t to, uint32_t barrier, const float* v) {
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%2, %3, %4, %5}, [%1];" ::"r"(to),
+      "r"(barrier), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3])
+      : "memory");
+}
+
+// Waits for a phase of a barrier of this CTA that other CTAs of the cluster complete, and for what they wrote
+// before.
+__device__ __forceinline__ void wait_for_cluster(const uint64_t* barrier, uint32_t phase) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n"
+      "}" ::"r"(shared_address(barrier)),
+      "r"(phase)
+      : "memory");
+}
+
 // A box of a tensor to shared memory, of this CTA or at the same place of all CTAs in `to_ctas`; completes
 // its bytes of the barrier (of each). Without a cache hint.
 __device__ __forceinline__ void tensor_load(void* to, const CUtensorMap* map, int x, int y, int z,
@@ -177,6 +199,7 @@ struct Wgmma;
   struct Wgmma<Element::kFp16, n, kA, kB> {                                                        \
     using Type = cute::SM90::GMMA::MMA_64x##n##x16_F32F16F16_SS<kTranspose<kA>, kTranspose<kB>>;   \
   };
+TPK_WGMMA(64)
 TPK_WGMMA(128)
 TPK_WGMMA(192)
 TPK_WGMMA(256)

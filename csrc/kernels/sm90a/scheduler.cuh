@@ -23,10 +23,16 @@ __device__ __forceinline__ WorkItem make_item(const GemmParams& p, const Work& w
     row = p.blocks.rows[block].begin;
     item.m_end = p.blocks.rows[block].end;
   }
-  item.m = row + (tile_m * p.cluster_m + at.m) * Tile::kBM;
-  item.n = (w.tile_n * p.cluster_n + at.n) * (p.gated ? Tile::kBN / 2 : Tile::kBN);
+  if constexpr (Tile::kSwapped) {
+    item.m = (w.tile_n * p.cluster_m + at.m) * (p.gated ? Tile::kBM / 2 : Tile::kBM);
+    item.n = (w.tile_m * p.cluster_n + at.n) * Tile::kBN;
+    item.k = (w.k_begin * p.cluster_k + at.k) * kBK;
+  } else {
+    item.m = row + (tile_m * p.cluster_m + at.m) * Tile::kBM;
+    item.n = (w.tile_n * p.cluster_n + at.n) * (p.gated ? Tile::kBN / 2 : Tile::kBN);
+    item.k = w.k_begin * kBK;
+  }
   item.batch = w.batch;
-  item.k = w.k_begin * kBK;
   item.iters = w.iters;
   item.slot = w.slot;
   item.first_slot = w.first_slot;
