@@ -34,7 +34,9 @@ constexpr struct {
     {"addend_us", &sm90a::HopperCost::addend_us},
     {"departing_split_us", &sm90a::HopperCost::departing_split_us},
     {"outer_us", &sm90a::HopperCost::outer_us},
+    {"few_bytes_per_us", &sm90a::HopperCost::few_bytes_per_us},
     {"meet_us", &sm90a::HopperCost::meet_us},
+    {"deep_us", &sm90a::HopperCost::deep_us},
 };
 static_assert(sizeof(sm90a::HopperCost) ==
                   sizeof(double) *

@@ -23,15 +23,12 @@ TILES = {
         for tile in ("128x256x64", "256x128x64", "256x192x64", "128x192x64", "128x128x64", "192x192x64")
         for cluster in ("2x1", "1x2", "1x1")
     )
-    # For few rows: the kernel computes the transpose. 2x1x4 is a cluster with four CTAs along K.
-    + tuple(
-        f"64x128x64s/{cluster}"
-        for cluster in ("2x1", "1x2", "1x1", "1x1x2", "1x1x4", "1x1x8", "2x1x2", "2x1x4")
-    ),
+    # For few rows: the kernel computes the transpose. 1x1x4 is a cluster of four CTAs along K.
+    + tuple(f"64x128x64s/{cluster}" for cluster in ("1x2", "1x1", "1x1x2", "1x1x4", "1x1x8")),
 }
 
 
-_MOST_FEW_ROWS = 256  # kMostFewRows of csrc/kernels/sm90a/plan.hpp
+_MOST_FEW_ROWS = 64  # kMostFewRows of csrc/kernels/sm90a/plan.hpp
 
 
 class Product(NamedTuple):

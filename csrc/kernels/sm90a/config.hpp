@@ -23,9 +23,9 @@ struct ClusterShape {
   int32_t k = 1;
   constexpr int32_t size() const { return m * n * k; }
 };
-inline constexpr ClusterShape kClusterShapes[] = {{2, 1},    {1, 2},    {1, 1},    {1, 1, 2},
-                                                  {1, 1, 4}, {1, 1, 8}, {2, 1, 2}, {2, 1, 4}};
-constexpr int kNumClusterShapes = 8;
+inline constexpr ClusterShape kClusterShapes[] = {{2, 1},    {1, 2},    {1, 1},
+                                                  {1, 1, 2}, {1, 1, 4}, {1, 1, 8}};
+constexpr int kNumClusterShapes = 6;
 constexpr int kMostDepth = 8;  // CTAs along K
 
 constexpr int cluster_index(ClusterShape c) {
@@ -41,7 +41,6 @@ constexpr int kChunkOuter = kSwizzleBytes / kElementBytes;  // columns of a box 
 constexpr int kWarpgroup = 128;                             // threads
 constexpr int kStagingBytes = 2048;                         // of a consumer warp: 16 rows x 128 bytes
 constexpr int kSharedLimit = 232448;                        // 227 KiB
-constexpr int kSharedHalf = 115712;                         // of two CTAs; each has 1 KiB more for the system
 
 // A CTA computes tiles of kBM x kBN. Cooperative: its consumer warpgroups share a tile, as many rows each.
 // Pingpong: two of them take tiles in turn, so that the epilogue of one runs under the main loop of the
@@ -53,7 +52,6 @@ struct TileConfig {
   static constexpr int kStages = Stages;
   static constexpr bool kPingpong = Pingpong;
   static constexpr bool kSwapped = false;
-  static constexpr int kCtas = 1;  // that a multiprocessor holds
   static constexpr int kConsumers = Consumers;                    // warpgroups that multiply
   static constexpr int kThreads = kWarpgroup * (1 + kConsumers);  // and one that loads
 
@@ -80,14 +78,10 @@ struct TileConfig {
 };
 
 // The kernel computes the transpose, with N of the product as its rows and M, which is small, as its columns,
-// so that the 64 rows of wgmma are columns of weights, and not padding. kBM and kBN are the kernel's. Half of a
-// multiprocessor is enough: the other half is at work while this one starts or ends, also for the next launch.
+// so that the 64 rows of wgmma are columns of weights, and not padding. kBM and kBN are the kernel's.
 template <int BN, int Stages>
 struct SwappedTileConfig : TileConfig<128, BN, Stages, false> {
   static constexpr bool kSwapped = true;
-  static constexpr int kCtas = 2;
-  static constexpr int kProducerRegisters = 64;
-  static constexpr int kConsumerRegisters = 96;
 };
 
 enum class TileId : int32_t {
@@ -105,7 +99,7 @@ using Tile256x192 = TileConfig<256, 192, 3, false>;
 using Tile128x192 = TileConfig<128, 192, 5, true>;
 using Tile128x128 = TileConfig<128, 128, 6, true>;
 using Tile192x192 = TileConfig<192, 192, 4, false, 3>;
-using Tile64x128s = SwappedTileConfig<64, 4>;
+using Tile64x128s = SwappedTileConfig<64, 8>;
 
 // In the order of TileId: the tile of one CTA, as rows and columns of the product (not of the kernel, where
 // they are swapped).
@@ -119,12 +113,7 @@ constexpr int kNumTiles = 7;
 constexpr bool is_swapped(TileId id) { return kIsSwapped[static_cast<int>(id)]; }
 
 // Clusters that a tile is compiled for.
-constexpr bool takes_cluster(TileId id, ClusterShape c) { return is_swapped(id) || c.k == 1; }
-
-// CTAs that a multiprocessor holds.
-constexpr int64_t ctas_per_multiprocessor(TileId id) {
-  return is_swapped(id) ? Tile64x128s::kCtas : Tile128x256::kCtas;
-}
+constexpr bool takes_cluster(TileId id, ClusterShape c) { return is_swapped(id) ? c.m == 1 : c.k == 1; }
 
 // Parts of a partial tile: one for every warpgroup that works on it.
 inline int parts_per_cta(TileId id) {

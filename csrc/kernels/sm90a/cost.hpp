@@ -5,6 +5,9 @@
 //   work = max over workers (iterations + epilogues + fix-up)
 //   memory = bytes / bandwidth, every operand once
 //
+// Swapped tiles: constants by hand, from one H200 and shapes of 1 to 64 rows (docs/hopper-kernel.md, "Few
+// rows"). Their bandwidth is that of an H200, so that plans differ by what their workers do on any device.
+//
 // Fitted on an H100 to 27 shapes on every tile and cluster, by data_parallel and hybrid_aligned, in two runs;
 // rms error 7 %, and the plan chosen loses 1 % against the fastest. `python -m bench fit` fits again. An
 // iteration of 128x192/2x1 is an H200's (bench/results/2026-11-28_h200x1_tiles.jsonl): 0.583 us, the H100's,
@@ -39,7 +42,9 @@ struct HopperCost {
   double addend_us;  // one of them, likewise
   double departing_split_us;  // departure: where tiles are split
   double outer_us;            // 128x128 with both operands outer-major: of an iteration, beside that
-  double meet_us;             // CTAs along K: adding what they have of a tile
+  double few_bytes_per_us;    // of device memory, as swapped tiles read it
+  double meet_us;             // CTAs along K: adding what they have of a tile, beside everything else
+  double deep_us;             // then: beside that, once
   double iter_us[kNumTiles][kNumClusterShapes];  // one iteration, in the order of TileId and kClusterShapes
   double epilogue_us[kNumTiles];                 // one tile: what is not hidden
 };
@@ -58,6 +63,8 @@ inline constexpr HopperCost kCostHopper{5.1,
                                         1.6,
                                         25,
                                         0.035,
+                                        3.9e+06,
+                                        1.9,
                                         1.0,
                                         {{0.772, 0.776, 0.779},
                                          {0.776, 0.774, 0.774},
@@ -65,7 +72,7 @@ inline constexpr HopperCost kCostHopper{5.1,
                                          {0.600, 0.604, 0.650},
                                          {0.413, 0.398, 0.427},
                                          {0.874, 0.874, 0.884},
-                                         {0.35, 0.35, 0.35, 0.35, 0.35, 0.35, 0.35, 0.35}},
+                                         {0, 0.40, 0.40, 0.40, 0.40, 0.40}},
                                         {2.15, 1.99, 5.62, 0.77, 0.43, 2.33, 0.5}};
 
 // Copies to the peers by the copy engine, as a gather makes them: all ranks at once, one peer after the
@@ -141,8 +148,7 @@ inline WorkCost work_cost(TileId tile, ClusterShape cluster, const Demands& dema
       c.epilogue_us[t] + (demands.finishes && !kIsPingpong[t] ? c.finish_us * elements : 0);
   const bool reads_slowly = demands.outer_major && tile == TileId::k128x128;
   const double iter = c.iter_us[t][shape] + (reads_slowly ? c.outer_us : 0);
-  const double meet = cluster.k > 1 ? c.meet_us : 0;
-  return {iter, epilogue + meet, part};
+  return {iter, epilogue, part};
 }
 
 // What its longest worker takes. running: clusters at work at once.
@@ -169,15 +175,17 @@ inline double work_us(const Problem& p, const Schedule& s, TileId tile, ClusterS
 }
 
 // reread_bytes: brought from device memory beside every operand once.
-inline double total_us(const Problem& p, const Schedule& s, TileId tile, int64_t running, double work,
-                       double reread_bytes, const HopperCost& c) {
+inline double total_us(const Problem& p, const Schedule& s, TileId tile, ClusterShape cluster,
+                       int64_t running, double work, double reread_bytes, const HopperCost& c) {
   const int64_t shares = s.workers <= running ? shares_of(tile, s) : 0;
   const double bytes = static_cast<double>(p.batch) *
                            ((static_cast<double>(p.m) + p.n) * p.k * kElementBytes + 2.0 * p.m * p.n) +
                        reread_bytes;
-  const double memory = bytes / c.bytes_per_us;
+  const double memory = bytes / (is_swapped(tile) ? c.few_bytes_per_us : c.bytes_per_us);
   const double split = shares > 0 ? c.divided_us : s.num_slots > 0 ? c.split_launch_us : 0;
-  return c.launch_us + split + std::max(work, memory) + c.overlap * std::min(work, memory);
+  const double tiles = cluster.k > 1 ? static_cast<double>(count_work(s, 0).epilogues) : 0;  // of a worker
+  const double deep = cluster.k > 1 ? c.deep_us + c.meet_us * std::max(1.0, tiles) : 0;
+  return c.launch_us + split + deep + std::max(work, memory) + c.overlap * std::min(work, memory);
 }
 
 // What a departure takes beside that: sums of own tiles, which lie close together in time, for all workers.
@@ -190,7 +198,7 @@ inline double departure_us(const Schedule& s, int64_t own_tiles, int32_t addends
 
 inline double predict_us(const Problem& p, const Schedule& s, TileId tile, ClusterShape cluster,
                          int64_t running, const Demands& demands, const HopperCost& c) {
-  return total_us(p, s, tile, running, work_us(p, s, tile, cluster, running, demands, c), 0, c);
+  return total_us(p, s, tile, cluster, running, work_us(p, s, tile, cluster, running, demands, c), 0, c);
 }
 
 }  // namespace tpk::sm90a

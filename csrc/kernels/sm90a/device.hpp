@@ -95,23 +95,10 @@ class DeviceCache {
       check_cuda(cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                       static_cast<int>(kernel.shared_bytes)),
                  "cudaFuncSetAttribute");
-      check_cuda(cudaFuncSetAttribute(kernel.function, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                      cudaSharedmemCarveoutMaxShared),
-                 "cudaFuncSetAttribute");
     } catch (...) {
       prepared_.erase({device, kernel.function});
       throw;
     }
-  }
-
-  int64_t multiprocessors(int device) {
-    const std::lock_guard lock(mutex_);
-    const auto found = multiprocessors_.find(device);
-    if (found != multiprocessors_.end()) return found->second;
-    int count = 0;
-    check_cuda(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device),
-               "cudaDeviceGetAttribute");
-    return multiprocessors_[device] = count;
   }
 
   // Clusters that the whole device holds at once. device is current.
@@ -194,7 +181,6 @@ class DeviceCache {
   static constexpr size_t kMaxPlans = 1024;
   std::mutex mutex_;
   std::set<std::pair<int, const void*>> prepared_;
-  std::map<int, int64_t> multiprocessors_;
   std::map<int, Residency> residency_;
   std::map<Key, LaunchPlan> plans_;
   FaultRecord* fault_ = nullptr;

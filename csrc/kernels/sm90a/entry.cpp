@@ -298,12 +298,9 @@ Prepared prepare(const GemmCall& call) {
   out.operands = read_operands(call);
   DeviceCache& cache = DeviceCache::instance();
   Residency residency = cache.residency(call.device);
-  const Residency most = call.multiprocessors < cache.multiprocessors(call.device)
-                             ? one_cta_residency(call.multiprocessors)  // some are to be left free
-                             : full_residency(call.multiprocessors);
-  for (int t = 0; t < kNumTiles; ++t) {
+  for (auto& of_tile : residency.clusters) {
     for (int i = 0; i < kNumClusterShapes; ++i) {
-      residency.clusters[t][i] = std::min(residency.clusters[t][i], most.clusters[t][i]);
+      of_tile[i] = std::min<int64_t>(of_tile[i], call.multiprocessors / kClusterShapes[i].size());
     }
   }
   const Demands demands{call.gate.data != nullptr,

@@ -17,6 +17,7 @@
 namespace tpk::sm90a {
 
 constexpr int kUnitValues = kUnitTokens / 2;  // of a thread
+constexpr int kLaneColumns = 8;               // of one token, that a lane finishes
 
 // Columns of the product that this lane finishes. Gated: both warpgroups have the same ones.
 struct LaneColumns {
@@ -32,11 +33,17 @@ struct LaneColumns {
   }
 };
 
-// Before the main loop, which hides how long it takes.
+// Before the main loop, which hides most of how long it takes; registers for it are free after it only.
 template <class Tile>
-__device__ __forceinline__ void load_column_bias(const GemmParams& p, const WorkItem& item, int part,
-                                                 float (&bias)[kLaneColumns]) {
+__device__ __forceinline__ void prefetch_column_bias(const GemmParams& p, const WorkItem& item, int part) {
   const LaneColumns columns = LaneColumns::of<Tile>(p, item, part);
+  if (columns.count == 0) return;
+  const char* from = static_cast<const char*>(p.bias) + static_cast<int64_t>(columns.first) * p.bias_stride;
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory");
+}
+
+__device__ __forceinline__ void load_column_bias(const GemmParams& p, const LaneColumns& columns,
+                                                 float (&bias)[kLaneColumns]) {
   const char* from = static_cast<const char*>(p.bias) + static_cast<int64_t>(columns.first) * p.bias_stride;
 #pragma unroll
   for (int i = 0; i < kLaneColumns; ++i) {
@@ -170,19 +177,16 @@ struct Exchange {
   __device__ __forceinline__ unsigned char* place_of(int from) const {
     const int of_warp = depth == kMostDepth ? 0 : warp % 4 % (4 / depth) * 2 + warp / 4;
     const int unit = of_warp * (depth - 1) + from - (from > owner ? 1 : 0);
-    return s.exchange.units[unit + buffer() * (kExchangeUnits / 2)];
+    return s.exchange.units[count % kExchangeBuffers][unit];
   }
-  // Two buffers where a CTA gets four units at a time, of two CTAs; one where it gets six or seven.
-  __device__ __forceinline__ uint32_t buffers() const { return depth == 2 ? kExchangeBuffers : 1; }
-  __device__ __forceinline__ uint32_t buffer() const { return count % buffers(); }
-  __device__ __forceinline__ uint32_t phase() const { return count / buffers() & 1; }
+  __device__ __forceinline__ uint32_t phase() const { return count / kExchangeBuffers & 1; }
 
   // blocks: of 8 tokens, that the unit has. v: the sum over the CTAs, where this one owns it.
   __device__ __forceinline__ void operator()(int blocks, float (&v)[kUnitValues]) {
     if (depth == 1) return;
     const int lane = thread_number() % 32;
-    uint64_t* full = &s.exchange.full[buffer()][warp];
-    uint64_t* free = &s.exchange.free[buffer()][warp];
+    uint64_t* full = &s.exchange.full[count % kExchangeBuffers][warp];
+    uint64_t* free = &s.exchange.free[count % kExchangeBuffers][warp];
     constexpr int kBlockBytes = 32 * 16;
     if (!owns()) {
       wait_for_cluster(free, phase() ^ 1);
@@ -269,10 +273,11 @@ struct GateExchange {
 template <class Tile>
 __device__ __forceinline__ void finish_few_rows(const GemmParams& p, SharedStorage<Tile>& s,
                                                 const ClusterPlace& at, const WorkItem& item, int part,
-                                                const float (&bias)[kLaneColumns], uint32_t& exchanged,
-                                                Accumulators<Tile>& acc) {
+                                                uint32_t& exchanged, Accumulators<Tile>& acc) {
   const int tokens = min(Tile::kBN, static_cast<int>(p.problem.m) - item.n);
   const LaneColumns columns = LaneColumns::of<Tile>(p, item, part);
+  float bias[kLaneColumns];
+  load_column_bias(p, columns, bias);
   Exchange<Tile> exchange(p, s, at, exchanged);
   const int lane = thread_number() % 32;
   const TurningBuffer buffer{lane, shared_address(s.staging[exchange.warp])};

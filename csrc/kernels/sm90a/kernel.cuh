@@ -26,14 +26,12 @@ constexpr int kTurnBarrier = 4;
 constexpr int kGateBarrier = 6;  // of a warp with gates and the one that takes them: four, in swapped tiles
 
 // Of swapped tiles, whose sources include few_rows.cuh.
-constexpr int kLaneColumns = 8;
 template <class Tile>
-__device__ __forceinline__ void load_column_bias(const GemmParams& p, const WorkItem& item, int part,
-                                 float (&bias)[kLaneColumns]);
+__device__ __forceinline__ void prefetch_column_bias(const GemmParams& p, const WorkItem& item, int part);
 template <class Tile>
 __device__ __forceinline__ void finish_few_rows(const GemmParams& p, SharedStorage<Tile>& s, const ClusterPlace& at,
-                                const WorkItem& item, int part, const float (&bias)[kLaneColumns],
-                                uint32_t& exchanged, Accumulators<Tile>& acc);
+                                const WorkItem& item, int part, uint32_t& exchanged,
+                                Accumulators<Tile>& acc);
 
 template <class Tile, Element kElement, Major kMajorA, Major kMajorB>
 __device__ __forceinline__ void run_consumer(const GemmParams& p, SharedStorage<Tile>& s,
@@ -52,7 +50,7 @@ __device__ __forceinline__ void run_consumer(const GemmParams& p, SharedStorage<
   };
   const auto finish = [&] {
     __syncwarp();
-    if (p.hooks.doorbell.counters != nullptr && threadIdx.x % 32 == 0) items.say_stored();
+    if (!Tile::kSwapped && p.hooks.doorbell.counters != nullptr && threadIdx.x % 32 == 0) items.say_stored();
     items.release(threadIdx.x % 32 == 0);
   };
   while (true) {
@@ -63,9 +61,8 @@ __device__ __forceinline__ void run_consumer(const GemmParams& p, SharedStorage<
       release();
       continue;
     }
-    [[maybe_unused]] float column_bias[kLaneColumns];
     if constexpr (Tile::kSwapped) {
-      load_column_bias<Tile>(p, item, consumer, column_bias);
+      if (p.bias != nullptr) prefetch_column_bias<Tile>(p, item, consumer);
     } else {
       if (p.bias != nullptr) load_bias<Tile::kBN>(p, item.n, s.bias[consumer], kOwnBarrier + consumer);
     }
@@ -97,7 +94,7 @@ __device__ __forceinline__ void run_consumer(const GemmParams& p, SharedStorage<
     }
     if (slots > 0) add_partials<Tile>(s, slots, part, stage, acc);
     if constexpr (Tile::kSwapped) {
-      finish_few_rows<Tile>(p, s, at, item, part, column_bias, exchanged, acc);
+      finish_few_rows<Tile>(p, s, at, item, part, exchanged, acc);
     } else {
       if (addends > 0) add_addends<Tile>(p, s, addends, part, stage, s.bias[consumer], acc);
       // Not before: the other's first stage comes behind these, and a barrier tells one phase from the next
@@ -116,7 +113,7 @@ __device__ __forceinline__ void run_consumer(const GemmParams& p, SharedStorage<
 }
 
 template <class Tile, Element kElement, Major kMajorA, Major kMajorB>
-__global__ void __launch_bounds__(Tile::kThreads, Tile::kCtas)
+__global__ void __launch_bounds__(Tile::kThreads, 1)
     streamk_gemm_kernel(const __grid_constant__ GemmParams p) {
   extern __shared__ __align__(1024) unsigned char dynamic_shared[];
   auto& s = *reinterpret_cast<SharedStorage<Tile>*>(dynamic_shared);
@@ -135,7 +132,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtas)
                         p.cluster_n,
                         depth,
                         depth * plane};
-  const bool bells = p.hooks.doorbell.counters != nullptr;
+  const bool bells = !Tile::kSwapped && p.hooks.doorbell.counters != nullptr;
   if (threadIdx.x == 0) init_barriers(s, at, bells);
   if (warp == 1) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -165,8 +162,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtas)
 
 template <class Tile, Element kElement, Major kMajorA, Major kMajorB>
 KernelInfo describe() {
-  static_assert(sizeof(SharedStorage<Tile>) <= (Tile::kCtas == 2 ? kSharedHalf : kSharedLimit),
-                "A multiprocessor has 227 KiB of shared memory.");
+  static_assert(sizeof(SharedStorage<Tile>) <= kSharedLimit, "A CTA has 227 KiB of shared memory.");
   return {reinterpret_cast<const void*>(&streamk_gemm_kernel<Tile, kElement, kMajorA, kMajorB>),
           sizeof(SharedStorage<Tile>), Tile::kThreads};
 }

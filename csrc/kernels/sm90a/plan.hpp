@@ -33,25 +33,13 @@ struct Residency {
   int64_t clusters[kNumTiles][kNumClusterShapes] = {};
 };
 
-// One CTA a multiprocessor.
-inline Residency one_cta_residency(int64_t multiprocessors) {
+// One CTA a multiprocessor: what a whole H100 or H200 holds.
+inline Residency full_residency(int64_t multiprocessors) {
   Residency r;
   for (int t = 0; t < kNumTiles; ++t) {
     for (int i = 0; i < kNumClusterShapes; ++i) {
       if (takes_cluster(static_cast<TileId>(t), kClusterShapes[i]))
         r.clusters[t][i] = multiprocessors / kClusterShapes[i].size();
-    }
-  }
-  return r;
-}
-
-// What a whole H100 or H200 holds.
-inline Residency full_residency(int64_t multiprocessors) {
-  Residency r = one_cta_residency(multiprocessors);
-  for (int t = 0; t < kNumTiles; ++t) {
-    const int64_t ctas = ctas_per_multiprocessor(static_cast<TileId>(t));
-    for (int i = 0; ctas > 1 && i < kNumClusterShapes; ++i) {
-      if (r.clusters[t][i] > 0) r.clusters[t][i] = multiprocessors * ctas / kClusterShapes[i].size();
     }
   }
   return r;
@@ -64,7 +52,7 @@ inline bool takes_gate(TileId id, ClusterShape c) {
 }
 
 // Products of more rows get no swapped tile unless it is named.
-constexpr int64_t kMostFewRows = 256;
+constexpr int64_t kMostFewRows = 64;
 
 // Adding what other ranks send takes registers beside the accumulators: tiles of 192 columns spill there,
 // which costs 15 % of a product with K = 6144.
@@ -134,7 +122,7 @@ class TilePlans {
                     : kind == ScheduleKind::kSplitK && s.num_slots > 0 ? s.workers / g.plan.order.size()
                                                                        : 1;
     const double work = work_us(p_, s, tile_, cluster_, running(s), demands_, kCostHopper);
-    g.plan.predicted_us = total_us(p_, s, tile_, running(s), work, reread_bytes(kind), kCostHopper);
+    g.plan.predicted_us = total_us(p_, s, tile_, cluster_, running(s), work, reread_bytes(kind), kCostHopper);
     if (direction_ == Direction::kDeparture) {
       g.plan.predicted_us +=
           departure_us(s, placement_.own_tiles, addends_, running(s),
@@ -153,7 +141,7 @@ class TilePlans {
     const Schedule& s = g.plan.schedule;
     const double work = simulate_us(s, step_cost(p_, s, tile_, cluster_, running(s), demands_, kCostHopper),
                                     grouped(g.plan.kind) ? grouped_arrivals_ : arrivals_, running(s));
-    return total_us(p_, s, tile_, running(s), work, reread_bytes(g.plan.kind), kCostHopper);
+    return total_us(p_, s, tile_, cluster_, running(s), work, reread_bytes(g.plan.kind), kCostHopper);
   }
 
  private:

@@ -16,7 +16,7 @@ __device__ __forceinline__ WorkItem make_item(const GemmParams& p, const Work& w
   int row = 0;
   int tile_m = w.tile_m;
   item.m_end = static_cast<int32_t>(p.problem.m);
-  if (p.blocks.count > 0) {
+  if (!Tile::kSwapped && p.blocks.count > 0) {
     int block = 0;
     while (block + 1 < p.blocks.count && tile_m >= p.blocks.first_tile[block + 1]) ++block;
     tile_m -= p.blocks.first_tile[block];
@@ -38,7 +38,7 @@ __device__ __forceinline__ WorkItem make_item(const GemmParams& p, const Work& w
   item.first_slot = w.first_slot;
   item.end_slot = w.end_slot;
   // By the tile's rows, not its first one: a CTA of the cluster may have none of them, beyond their end.
-  const bool stays = p.departs && item.m_end > p.own_rows.begin && item.m_end <= p.own_rows.end;
+  const bool stays = !Tile::kSwapped && p.departs && item.m_end > p.own_rows.begin && item.m_end <= p.own_rows.end;
   item.addends = stays && w.slot < 0 ? p.own_rows.addends : 0;
   return item;
 }
@@ -90,7 +90,7 @@ __device__ __forceinline__ void run_scheduler(const GemmParams& p, SharedStorage
     item.stage = stage.index;
     item.phase = stage.phase;
     stage.advance(item.iters + fixup_stages<Tile>(item.partials()) +
-                  addend_stages<Tile>(item.addends, p.out_kind == ScalarKind::kFp32));
+                  (Tile::kSwapped ? 0 : addend_stages<Tile>(item.addends, p.out_kind == ScalarKind::kFp32)));
     s.item_empty_barrier(ring.index).wait(ring.phase ^ 1);
     s.items[ring.index] = item;
     s.item_full_barrier(ring.index).arrive();

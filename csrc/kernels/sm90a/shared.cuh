@@ -30,15 +30,15 @@ struct WorkItem {
 
 // Swapped tiles: what other CTAs of the cluster send of the rows that a warp finishes; see few_rows.cuh.
 constexpr int kConsumerWarps = 8;
-constexpr int kExchangeBuffers = 2;  // where there is room: two CTAs along K
-constexpr int kExchangeUnits = 8;
+constexpr int kExchangeBuffers = 2;
+constexpr int kExchangeUnits = 7;  // that a CTA gets at a time, at most: of two CTAs 4, of four 6, of eight 7
 constexpr int kUnitTokens = 16;
 constexpr int kUnitBytes = 16 * kUnitTokens * static_cast<int>(sizeof(float));
 template <bool kSwapped>
 struct ExchangeStorage {};
 template <>
 struct ExchangeStorage<true> {
-  unsigned char units[kExchangeUnits][kUnitBytes];
+  unsigned char units[kExchangeBuffers][kExchangeUnits][kUnitBytes];
   uint64_t full[kExchangeBuffers][kConsumerWarps];  // where the warp finishes its rows: all others' are here
   uint64_t free[kExchangeBuffers][kConsumerWarps];  // where it does not: the buffer there may be written
 };
