@@ -143,11 +143,12 @@ STABLE_TORCH_LIBRARY(tpkernels, m) {
   m.def("nvshmem_versions() -> int[]");
   // What streamk_gemm would do, without doing it; device is "cpu", "sm80", "sm90" (the Hopper kernel; "cuda"
   // is the same) or "sm90-portable", multiprocessors = 0 means 108 and 132: (schedule name, [bm, bn, bk,
-  // tiles, k_iters, workers, splits, partial tiles, cluster m, cluster n, cluster k, 1 if the tile is swapped],
-  // predicted us). bm and bn are of a CTA; tiles, k_iters, workers and partial tiles count clusters. gated: there is a gate, for which the Hopper kernel
-  // takes half of the columns of each tile, and the others a second product with the same plan. finishes:
-  // there is a bias, residual, preact or activation, or an output of 2 bytes is added to; outer_major: K is
-  // contiguous in neither operand. The Hopper kernel alone counts the time that these take.
+  // tiles, k_iters, workers, splits, partial tiles, cluster m, cluster n, cluster k, 1 if the tile is
+  // swapped], predicted us). bm and bn are of a CTA; tiles, k_iters, workers and partial tiles count
+  // clusters. gated: there is a gate, for which the Hopper kernel takes half of the columns of each tile, and
+  // the others a second product with the same plan. finishes: there is a bias, residual, preact or
+  // activation, or an output of 2 bytes is added to; outer_major: K is contiguous in neither operand. The
+  // Hopper kernel alone counts the time that these take.
   m.def(
       "streamk_plan(int batch, int m, int n, int k, str device, str schedule='auto', int workers=0, "
       "int splits=1, int multiprocessors=0, str tile='', bool gated=False, bool finishes=False, "

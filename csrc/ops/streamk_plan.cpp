@@ -39,8 +39,7 @@ Found find(const tpk::Problem& p, const std::string& device, const std::string& 
     if (device == "sm90" || device == "cuda") {
       const auto residency = tpk::sm90a::full_residency(multiprocessors > 0 ? multiprocessors : 132);
       const auto g = tpk::sm90a::plan_gemm(p, schedule, workers, splits, tile, demands, residency);
-      return {g.plan, tpk::sm90a::kTileShapes[static_cast<int>(g.tile)], g.cluster,
-              is_swapped(g.tile)};
+      return {g.plan, tpk::sm90a::kTileShapes[static_cast<int>(g.tile)], g.cluster, is_swapped(g.tile)};
     }
     const bool sm80 = device == "sm80";
     const int64_t count = multiprocessors > 0 ? multiprocessors : sm80 ? 108 : 132;
@@ -68,9 +67,9 @@ std::tuple<std::string, std::vector<int64_t>, double> streamk_plan(
   const Found f = find({m, n, k, batch}, device, schedule, workers, splits, multiprocessors, tile,
                        {gated, gated || finishes, outer_major});
   const tpk::Schedule& s = f.plan.schedule;
-  std::vector<int64_t> numbers{f.tile.bm,   f.tile.bn,     f.tile.bk,   f.plan.order.size(), s.k_iters,
-                               s.workers,   f.plan.splits, s.num_slots, f.cluster.m,         f.cluster.n,
-                               f.cluster.k, f.swapped};
+  std::vector<int64_t> numbers{f.tile.bm,   f.tile.bn,   f.tile.bk,     f.plan.order.size(),
+                               s.k_iters,   s.workers,   f.plan.splits, s.num_slots,
+                               f.cluster.m, f.cluster.n, f.cluster.k,   f.swapped};
   return {tpk::name(f.plan.kind), std::move(numbers), f.plan.predicted_us};
 }
 

@@ -49,7 +49,9 @@ def test_numbers_of_every_tile_and_schedule(schedule: str, sms: int) -> None:
         assert tiles == -(-m // (bm * cm)) * -(-n // (bn * cn)) and k_iters == -(-k // (64 * ck))
         if schedule != "auto":
             assert kind == schedule
-            s = _host.make_schedule(kind, tiles, k_iters, workers=sms // (cm * cn * ck), min_iters=max(1, 4 // ck), splits=3)
+            s = _host.make_schedule(
+                kind, tiles, k_iters, workers=sms // (cm * cn * ck), min_iters=max(1, 4 // ck), splits=3
+            )
             assert (s.workers, s.num_slots) == (workers, partial_tiles)
             assert 1 <= splits <= 3
             count = [_host.count_work(s, w) for w in range(s.workers)]
@@ -94,7 +96,20 @@ def test_what_follows_is_planned_for(
     m, n, k = shape
     tiles = -(-m // (bm * cm)) * -(-n // (columns * cn))
     s = best.plan.schedule
-    expected = [bm, bn, 64, tiles, -(-k // (64 * ck)), s.workers, best.plan.splits, s.num_slots, cm, cn, ck, swapped]
+    expected = [
+        bm,
+        bn,
+        64,
+        tiles,
+        -(-k // (64 * ck)),
+        s.workers,
+        best.plan.splits,
+        s.num_slots,
+        cm,
+        cn,
+        ck,
+        swapped,
+    ]
     assert (kind, numbers, predicted) == (best.plan.kind, expected, best.plan.predicted_us)
 
 

@@ -17,8 +17,8 @@ from streamk_cases import (
     ANY_TILE,
     HOPPER_AND_CHEAPEST,
     HOPPER_TILES,
-    SWAPPED_TILES,
     SPLIT_PLANS,
+    SWAPPED_TILES,
     PoisonedAllocator,
     bits,
     filled,
@@ -258,7 +258,9 @@ def test_multiprocessors_bound_the_launch(tmp_path: Path, generator: torch.Gener
     out = filled(1, 2400, 2368, dtype=torch.bfloat16)
     plans: list[dict[str, Any]] = [{"schedule": "data_parallel"}, {"schedule": "stream_k"}]
     plans += [{"schedule": "split_k", "splits": 4}, {"schedule": "stream_k", "workers": 132}]
-    calls = [(name, plan) for tile in [*HOPPER_TILES, *SWAPPED_TILES] for name in variants(tile) for plan in plans]
+    calls = [
+        (name, plan) for tile in [*HOPPER_TILES, *SWAPPED_TILES] for name in variants(tile) for plan in plans
+    ]
     gemm(big_a, big_b, out)
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:

@@ -40,8 +40,24 @@ def test_names_of_tiles() -> None:
     assert len(set(TILES)) == 6 * 3 + 5
     for tile in TILES:
         assert _host.is_hopper_tile(tile) and _host.is_hopper_tile(tile.split("/")[0])
-    wrong = ["", "128x256", "128x128x32", "128x256x64/", "128x256x64/2x2", "128x256x64/1", "/2x1", "64x128x64"]
-    for text in [*wrong, "128x256x64/1x1x2", "64x128x64s/2x1", "64x128x64s/1x1x1", "128x256x64s", "64x128x64s/"]:
+    wrong = [
+        "",
+        "128x256",
+        "128x128x32",
+        "128x256x64/",
+        "128x256x64/2x2",
+        "128x256x64/1",
+        "/2x1",
+        "64x128x64",
+    ]
+    for text in [
+        *wrong,
+        "128x256x64/1x1x2",
+        "64x128x64s/2x1",
+        "64x128x64s/1x1x1",
+        "128x256x64s",
+        "64x128x64s/",
+    ]:
         assert not _host.is_hopper_tile(text)
 
 

@@ -102,7 +102,9 @@ def plan(product: Product, machine: Machine, schedule: str = "auto", tile: str =
         "schedule": kind,
         "tile": (bm, bn, bk),
         "swapped": bool(swapped),
-        "cluster": tuple(cluster if cluster[2] > 1 else cluster[:2]),  # along M and N, and along K where it is cut
+        "cluster": tuple(
+            cluster if cluster[2] > 1 else cluster[:2]
+        ),  # CTAs along M, N, and K if more than one
         "tiles": tiles,
         "k_iters": k_iters,
         "workers": workers,

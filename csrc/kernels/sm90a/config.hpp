@@ -23,8 +23,7 @@ struct ClusterShape {
   int32_t k = 1;
   constexpr int32_t size() const { return m * n * k; }
 };
-inline constexpr ClusterShape kClusterShapes[] = {{2, 1},    {1, 2},    {1, 1},
-                                                  {1, 1, 2}, {1, 1, 4}, {1, 1, 8}};
+inline constexpr ClusterShape kClusterShapes[] = {{2, 1}, {1, 2}, {1, 1}, {1, 1, 2}, {1, 1, 4}, {1, 1, 8}};
 constexpr int kNumClusterShapes = 6;
 constexpr int kMostDepth = 8;  // CTAs along K
 
@@ -84,15 +83,7 @@ struct SwappedTileConfig : TileConfig<128, BN, Stages, false> {
   static constexpr bool kSwapped = true;
 };
 
-enum class TileId : int32_t {
-  k128x256,
-  k256x128,
-  k256x192,
-  k128x192,
-  k128x128,
-  k192x192,
-  k64x128s
-};
+enum class TileId : int32_t { k128x256, k256x128, k256x192, k128x192, k128x128, k192x192, k64x128s };
 using Tile128x256 = TileConfig<128, 256, 4, false>;
 using Tile256x128 = TileConfig<256, 128, 4, false>;
 using Tile256x192 = TileConfig<256, 192, 3, false>;

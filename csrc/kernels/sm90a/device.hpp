@@ -176,8 +176,8 @@ class DeviceCache {
   }
 
  private:
-  using Key = std::tuple<int64_t, int64_t, int64_t, int64_t, int, int, int64_t, int64_t, bool, bool, bool, bool,
-                         std::string, std::string, std::string>;
+  using Key = std::tuple<int64_t, int64_t, int64_t, int64_t, int, int, int64_t, int64_t, bool, bool, bool,
+                         bool, std::string, std::string, std::string>;
   static constexpr size_t kMaxPlans = 1024;
   std::mutex mutex_;
   std::set<std::pair<int, const void*>> prepared_;

@@ -1,11 +1,11 @@
-// Swapped tiles, for products of few rows: the kernel's rows are columns of the product (weights), its columns
-// rows of the product (tokens). Two things differ from other tiles, both here.
+// Swapped tiles, for products of few rows: the kernel's rows are columns of the product (weights), its
+// columns rows of the product (tokens). Two things differ from other tiles, both here.
 //
-// CTAs along K. Up to eight CTAs of a cluster take the iterations of one tile in turn, so that a few tiles keep
-// all multiprocessors loading, and every row of weights is read 128 bytes by each. Their sums meet in shared
-// memory: warp w of every CTA sends its accumulators to warp w of the CTA that finishes these rows of the tile,
-// which adds them in the order of CTAs. No workspace, no flags to clear, no second launch; splitting through
-// global memory takes 8 us.
+// CTAs along K. Up to eight CTAs of a cluster take the iterations of one tile in turn, so that a few tiles
+// keep all multiprocessors loading, and every row of weights is read 128 bytes by each. Their sums meet in
+// shared memory: warp w of every CTA sends its accumulators to warp w of the CTA that finishes these rows of
+// the tile, which adds them in the order of CTAs. No workspace, no flags to clear, no second launch;
+// splitting through global memory takes 8 us.
 //
 // Epilogue. A warp has 16 columns of the product and takes them in units of 16 tokens through its buffer of
 // 1 KB, which turns them round: every lane then has 8 adjacent columns of one token, a whole sector with its
@@ -47,7 +47,8 @@ __device__ __forceinline__ void load_column_bias(const GemmParams& p, const Lane
   const char* from = static_cast<const char*>(p.bias) + static_cast<int64_t>(columns.first) * p.bias_stride;
 #pragma unroll
   for (int i = 0; i < kLaneColumns; ++i) {
-    bias[i] = p.bias != nullptr && i < columns.count ? load_scalar(p.bias_kind, from + i * p.bias_stride) : 0.0f;
+    bias[i] =
+        p.bias != nullptr && i < columns.count ? load_scalar(p.bias_kind, from + i * p.bias_stride) : 0.0f;
   }
 }
 
@@ -58,8 +59,9 @@ __device__ __forceinline__ int64_t offset_in(const Matrix& t, int batch, int tok
 }
 
 // v to an output, rounded; add (fp32): to what is there, in L2.
-__device__ __forceinline__ void store_columns(const Output& to, ScalarKind kind, bool add, int batch, int token,
-                                              const LaneColumns& columns, const float (&v)[kLaneColumns]) {
+__device__ __forceinline__ void store_columns(const Output& to, ScalarKind kind, bool add, int batch,
+                                              int token, const LaneColumns& columns,
+                                              const float (&v)[kLaneColumns]) {
   char* p = static_cast<char*>(to.data) + offset_in(to, batch, token, columns.first);
   if (!to.aligned) {
 #pragma unroll
@@ -82,8 +84,8 @@ __device__ __forceinline__ void store_columns(const Output& to, ScalarKind kind,
     }
     return;
   }
-  *reinterpret_cast<uint4*>(p) =
-      make_uint4(pack(kind, v[0], v[1]), pack(kind, v[2], v[3]), pack(kind, v[4], v[5]), pack(kind, v[6], v[7]));
+  *reinterpret_cast<uint4*>(p) = make_uint4(pack(kind, v[0], v[1]), pack(kind, v[2], v[3]),
+                                            pack(kind, v[4], v[5]), pack(kind, v[6], v[7]));
 }
 
 // v += t. whole: 2-byte elements in whole chunks of 8 columns.
@@ -117,7 +119,8 @@ __device__ __forceinline__ void finish_columns(const GemmParams& p, int batch, i
     activate(p.activation, v);
   }
 #pragma unroll 1
-  for (int i = 0; i < p.num_late; ++i) add_columns(p.late[i], p.late_whole >> i & 1, batch, token, columns, v);
+  for (int i = 0; i < p.num_late; ++i)
+    add_columns(p.late[i], p.late_whole >> i & 1, batch, token, columns, v);
   store_columns(p.out, p.out_kind, p.reduce, batch, token, columns, v);
 }
 
@@ -268,8 +271,8 @@ struct GateExchange {
   }
 };
 
-// A whole tile, from the accumulators to the outputs. part: the warpgroup. exchanged: units that this warp has
-// been through, the caller's to keep from one tile to the next.
+// A whole tile, from the accumulators to the outputs. part: the warpgroup. exchanged: units that this warp
+// has been through, the caller's to keep from one tile to the next.
 template <class Tile>
 __device__ __forceinline__ void finish_few_rows(const GemmParams& p, SharedStorage<Tile>& s,
                                                 const ClusterPlace& at, const WorkItem& item, int part,
@@ -283,7 +286,7 @@ __device__ __forceinline__ void finish_few_rows(const GemmParams& p, SharedStora
   const TurningBuffer buffer{lane, shared_address(s.staging[exchange.warp])};
 #pragma unroll 1
   for (int done = 0; done < tokens; done += kUnitTokens) {
-    float(&v)[kUnitValues] = *reinterpret_cast<float(*)[kUnitValues]>(&acc[0][0]);
+    float (&v)[kUnitValues] = *reinterpret_cast<float (*)[kUnitValues]>(&acc[0][0]);
     exchange(min(kUnitTokens / 8, (tokens - done + 7) / 8), v);
     if (p.gated && exchange.owns()) GateExchange(s.staging, exchange.warp)(p, v);
     if (exchange.owns() && !(p.gated && exchange.warp < 4)) {

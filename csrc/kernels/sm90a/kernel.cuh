@@ -29,9 +29,9 @@ constexpr int kGateBarrier = 6;  // of a warp with gates and the one that takes 
 template <class Tile>
 __device__ __forceinline__ void prefetch_column_bias(const GemmParams& p, const WorkItem& item, int part);
 template <class Tile>
-__device__ __forceinline__ void finish_few_rows(const GemmParams& p, SharedStorage<Tile>& s, const ClusterPlace& at,
-                                const WorkItem& item, int part, uint32_t& exchanged,
-                                Accumulators<Tile>& acc);
+__device__ __forceinline__ void finish_few_rows(const GemmParams& p, SharedStorage<Tile>& s,
+                                                const ClusterPlace& at, const WorkItem& item, int part,
+                                                uint32_t& exchanged, Accumulators<Tile>& acc);
 
 template <class Tile, Element kElement, Major kMajorA, Major kMajorB>
 __device__ __forceinline__ void run_consumer(const GemmParams& p, SharedStorage<Tile>& s,

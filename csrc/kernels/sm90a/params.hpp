@@ -106,7 +106,7 @@ struct GemmParams {
   // Swapped tiles.
   int32_t cluster_k = 1;
   uint32_t stage_bytes = 0;  // loaded into a stage: boxes have no more tokens than there are
-  uint32_t late_whole = 0;  // a bit for each of `late`: elements of 2 bytes, in whole chunks of 16
+  uint32_t late_whole = 0;   // a bit for each of `late`: elements of 2 bytes, in whole chunks of 16
 };
 
 // Launches carry up to 32,764 bytes since CUDA 12.1, on sm_70 and later.

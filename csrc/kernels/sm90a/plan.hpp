@@ -261,15 +261,14 @@ inline std::vector<GemmPlan> candidates(const Problem& p, std::string_view sched
         "use data_parallel or auto.");
   }
   if (swapped && (demands.keeps_rows || ranks.direction != Direction::kNone)) {
-    throw std::invalid_argument(
-        "tile '" + std::string(tile) +
-        "' is swapped, and takes no rows of other ranks; use another or none.");
+    throw std::invalid_argument("tile '" + std::string(tile) +
+                                "' is swapped, and takes no rows of other ranks; use another or none.");
   }
   if (named && demands.gated) {
-    throw std::invalid_argument(
-        "tile '" + std::string(tile) +
-        "' takes no gate: its columns cannot be halved, or its cluster is too deep; use 128x256x64, 256x128x64 "
-        "or 128x128x64.");
+    throw std::invalid_argument("tile '" + std::string(tile) +
+                                "' takes no gate: its columns cannot be halved, or its cluster is too deep; "
+                                "use 128x256x64, 256x128x64 "
+                                "or 128x128x64.");
   }
   if (named)
     throw std::invalid_argument("no cluster of tile '" + std::string(tile) + "' fits on the device.");

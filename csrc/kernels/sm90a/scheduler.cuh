@@ -38,7 +38,8 @@ __device__ __forceinline__ WorkItem make_item(const GemmParams& p, const Work& w
   item.first_slot = w.first_slot;
   item.end_slot = w.end_slot;
   // By the tile's rows, not its first one: a CTA of the cluster may have none of them, beyond their end.
-  const bool stays = !Tile::kSwapped && p.departs && item.m_end > p.own_rows.begin && item.m_end <= p.own_rows.end;
+  const bool stays =
+      !Tile::kSwapped && p.departs && item.m_end > p.own_rows.begin && item.m_end <= p.own_rows.end;
   item.addends = stays && w.slot < 0 ? p.own_rows.addends : 0;
   return item;
 }

@@ -50,7 +50,8 @@ struct alignas(1024) SharedStorage {
     unsigned char b[Tile::kBytesB];
   };
   Stage stages[Tile::kStages];
-  unsigned char staging[Tile::kConsumers * 4][Tile::kSwapped ? kUnitBytes : kStagingBytes];  // per consumer warp
+  unsigned char staging[Tile::kConsumers * 4]
+                       [Tile::kSwapped ? kUnitBytes : kStagingBytes];  // per consumer warp
   ExchangeStorage<Tile::kSwapped> exchange;
   float bias[Tile::kConsumers][Tile::kSwapped ? 1 : Tile::kBN];  // of the tile that each warpgroup works on
   uint64_t full[Tile::kStages];   // loaded by TMA, of this CTA and its cluster peer
