@@ -36,6 +36,7 @@ constexpr struct {
     {"outer_us", &sm90a::HopperCost::outer_us},
     {"few_bytes_per_us", &sm90a::HopperCost::few_bytes_per_us},
     {"meet_us", &sm90a::HopperCost::meet_us},
+    {"meet_more_us", &sm90a::HopperCost::meet_more_us},
     {"deep_us", &sm90a::HopperCost::deep_us},
 };
 static_assert(sizeof(sm90a::HopperCost) ==

@@ -37,7 +37,7 @@ HOPPER_TILES = ["128x256x64", "256x128x64", "256x192x64", "128x192x64", "128x128
 SWAPPED_TILES = ["64x128x64s"]  # the kernel computes the transpose; with CTAs along K, and no hooks
 GATED_TILES = ["128x256x64", "256x128x64", "128x128x64", *SWAPPED_TILES]  # whose columns can be halved
 CLUSTERS = ["/2x1", "/1x2", "/1x1"]
-SWAPPED_CLUSTERS = ["/1x2", "/1x1", "/1x1x2", "/1x1x4", "/1x1x8"]
+SWAPPED_CLUSTERS = ["/1x1", "/1x1x2", "/1x1x4", "/1x1x8"]
 HOPPER_NAMES = [
     *(tile + cluster for tile in HOPPER_TILES for cluster in CLUSTERS),
     *(tile + cluster for tile in SWAPPED_TILES for cluster in SWAPPED_CLUSTERS),

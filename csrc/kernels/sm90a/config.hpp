@@ -104,7 +104,9 @@ constexpr int kNumTiles = 7;
 constexpr bool is_swapped(TileId id) { return kIsSwapped[static_cast<int>(id)]; }
 
 // Clusters that a tile is compiled for.
-constexpr bool takes_cluster(TileId id, ClusterShape c) { return is_swapped(id) ? c.m == 1 : c.k == 1; }
+constexpr bool takes_cluster(TileId id, ClusterShape c) {
+  return is_swapped(id) ? c.m == 1 && c.n == 1 : c.k == 1;
+}
 
 // Parts of a partial tile: one for every warpgroup that works on it.
 inline int parts_per_cta(TileId id) {
