@@ -28,9 +28,7 @@ from torch.autograd.function import once_differentiable
 from tpkernels.fp8.quantize import Quantized, amax_of, quantize_by, scale_of
 from tpkernels.fp8.recipe import Fp8Recipe
 from tpkernels.ops import _groups
-from tpkernels.ops._gradients import sizes_of
 from tpkernels.ops._main_grad import Target
-from tpkernels.ops._matmul import sum_rows
 
 _ops = torch.ops.tpkernels
 
@@ -143,7 +141,7 @@ class _Column(torch.autograd.Function):
                 )
                 for i in range(n)
             ]  # fmt: skip
-        ctx.call, ctx.gathered, ctx.dtype, ctx.shape = call, gathered, x.dtype, x.shape
+        ctx.call, ctx.gathered, ctx.dtype = call, gathered, x.dtype
         ctx.bias_dtypes = [bias.dtype for bias in biases]
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*(of_bs if of_x is not None else []), *((data, scale) if keep else []), *bs)
@@ -180,7 +178,7 @@ class _Column(torch.autograd.Function):
         of_biases: list[Tensor | None] = []
         for place, (i, dtype) in enumerate(zip(call.bias_of, ctx.bias_dtypes, strict=True)):
             dy = dys[i] if need[2 + n + place] else None
-            of_biases.append(None if dy is None else sum_rows(dy).to(dtype))
+            of_biases.append(None if dy is None else _sum_rows(dy).to(dtype))
         return None, grad_x, *grads, *of_biases
 
 
@@ -201,12 +199,16 @@ def _sum(
             lefts[0], rights[0], of_lefts[0], of_rights[0], None, ctx.dtype, fast, call.path
         )
     elif call.cut:
-        sizes = sizes_of(ctx.shape[call.dim], call.sizes, call.group)
-        place = (call.dim, sizes, call.group, ctx.dtype, fast, call.path)
+        place = (call.dim, call.sizes, call.group, ctx.dtype, fast, call.path)
         out = _ops.scaled_matmul_reduce_scatter(*pairs, None, None, *place)
     else:
         out = _ops.scaled_matmul_all_reduce(*pairs, None, None, call.group, ctx.dtype, fast, call.path)
     return out
+
+
+def _sum_rows(dy: Tensor) -> Tensor:
+    """Gradient of a bias, in float32."""
+    return dy.flatten(0, -2).sum(0, dtype=torch.float32)
 
 
 def _operand(ctx: Any, call: Call, data: Tensor, scale: Tensor) -> Quantized:
@@ -270,7 +272,7 @@ class _Row(torch.autograd.Function):
                 x_t = x_q.transposed(round_scales_to_power_of_2=recipe.power_of_2)
                 grad_b = _weight_grad(call, 0, None if call.cut else dy, dq, x_t, b)
         if need_bias:
-            total = dy.flatten(0, -2).sum(0, dtype=torch.float32)
+            total = _sum_rows(dy)
             if call.cut:  # in high precision, of the ranks' rows
                 total = _ops.all_reduce(total, "sum", call.group)
             grad_bias = total.to(ctx.bias_dtype)
@@ -281,8 +283,14 @@ def _sizes(ctx: Any, call: Call) -> list[int] | None:
     """Rows of every rank; None: equal ones."""
     if call.sizes is not None:
         return call.sizes
-    rows = _groups.shard_sizes(ctx.rows, _groups.resolve(call.group or "").world)
+    rows = _groups.shard_sizes(ctx.rows, _world(call.group))
     return None if all(size is rows[0] for size in rows) else rows
+
+
+@torch.compiler.assume_constant_result
+def _world(group_name: str) -> int:
+    """A compiled graph knows no process groups."""
+    return _groups.resolve(group_name).world
 
 
 def column(call: Call, x: Tensor, bs: Sequence[Tensor], biases: Sequence[Tensor]) -> list[Tensor]:

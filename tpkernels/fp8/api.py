@@ -29,7 +29,7 @@ from tpkernels.fp8 import _product
 from tpkernels.fp8._linear import Call, column, row
 from tpkernels.fp8.quantize import Quantized
 from tpkernels.fp8.recipe import Fp8Recipe, RecipeLike, recipe_of
-from tpkernels.ops import _agreement, _checks, _groups, _main_grad
+from tpkernels.ops import _agreement, _checks, _groups, _main_grad, _paths
 from tpkernels.ops._groups import GroupLike, group_name_of
 
 _ops = torch.ops.tpkernels
@@ -65,6 +65,14 @@ def scaled_matmul(
     Raises:
         DTypeError, ShapeError, DeviceError, ArgumentError; BackendError: the path cannot run here.
     """
+    _check_quantized(a, b, out_dtype)
+    out: Tensor = _ops.scaled_matmul(
+        a.data, b.data, a.scale, b.scale, bias, out_dtype, fast_accumulation, path
+    )
+    return out
+
+
+def _check_quantized(a: object, b: object, out_dtype: object) -> None:
     for name, q in (("a", a), ("b", b)):
         if not isinstance(q, Quantized):
             raise DTypeError(
@@ -73,10 +81,25 @@ def scaled_matmul(
             )
     if not isinstance(out_dtype, torch.dtype):
         raise DTypeError(f"out_dtype: expected a torch.dtype, got {out_dtype!r}.")
-    out: Tensor = _ops.scaled_matmul(
-        a.data, b.data, a.scale, b.scale, bias, out_dtype, fast_accumulation, path
-    )
-    return out
+
+
+def foresee(
+    a: Quantized,
+    b: Quantized,
+    device: torch.device,
+    *,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    fast_accumulation: bool = False,
+    path: str = "auto",
+) -> tuple[str, str, str]:
+    """Path, product and reason of :func:`scaled_matmul` on ``device``, for :func:`tpkernels.explain`."""
+    _check_quantized(a, b, out_dtype)
+    _product.check("a", a.data, a.scale, "b", b.data, b.scale)
+    _product.check_rest(bias, b.data, out_dtype)
+    layout = _product.layout_of(a.data, b.data, a.scale, b.scale, out_dtype, fast_accumulation)
+    choice = _product.choose(_paths.parse(path, device.type, distributed=False), device, layout)
+    return choice.gemm, _product.describe(a.data, b.data, layout), choice.why
 
 
 def matmul(
@@ -206,7 +229,8 @@ def _columns(
         _check(a, bs, given, dtype, path)
         if cut:
             d = _checks.check_dim("gather_dim", dim, "a_shard", a)
-            _groups.gather_sizes(a.shape[d], sizes, _groups.resolve(name), "a_shard")
+            if not torch.compiler.is_compiling():  # a graph knows no groups: the operation checks it
+                _groups.gather_sizes(a.shape[d], sizes, _groups.resolve(name), "a_shard")
         else:
             d = 0
         return recipe_of(recipe), dtype, d, _main_grad.listed(main_grad_of, bs)
@@ -258,12 +282,12 @@ def _row(
     def check() -> tuple[Fp8Recipe, torch.dtype, int, Any]:
         dtype = _out_dtype(a, out_dtype, residual)
         _check(a, [b], [bias], dtype, path)
-        members = _groups.resolve(name)
-        d, shape = 0, [*a.shape[:-1], b.shape[1]]
-        if cut:
-            d = _checks.check_dim("scatter_dim", dim, "a", a)
-            shape[d] = _groups.scatter_sizes(a.shape[d], sizes, members, "a")[members.rank]
-        _checks.check_residual(residual, shape, dtype, a)
+        d = _checks.check_dim("scatter_dim", dim, "a", a) if cut else 0
+        if not torch.compiler.is_compiling():  # a graph knows no groups: the operation checks it
+            members, shape = _groups.resolve(name), [*a.shape[:-1], b.shape[1]]
+            if cut:
+                shape[d] = _groups.scatter_sizes(a.shape[d], sizes, members, "a")[members.rank]
+            _checks.check_residual(residual, shape, dtype, a)
         return recipe_of(recipe), dtype, d, _main_grad.listed(main_grad_of, [b])
 
     if residual is not None and _autocast_dtype(a) is not None:

@@ -178,13 +178,11 @@ def quantize_by(
     if scaling in ("tensorwise", "rowwise"):
         _multiply(x, reciprocal, out, clamp)
         return Quantized(out, scale, scaling)
-    factor = reciprocal.unsqueeze(-1) if scaling == "blockwise_1x128" else reciprocal[:, None, :, None]
     if x.shape[-1] % BLOCK == 0 and (scaling == "blockwise_1x128" or x.shape[0] % BLOCK == 0):
+        factor = reciprocal.unsqueeze(-1) if scaling == "blockwise_1x128" else reciprocal[:, None, :, None]
         _multiply(_blocks(x, scaling), factor, _blocks(out, scaling), clamp)
-        return Quantized(out, scale, scaling)
-    whole = (_blocks(x, scaling) * factor).flatten(-2)  # not by repeated scales: inductor of torch 2.14 errs there
-    whole = whole if scaling == "blockwise_1x128" else whole.flatten(0, 1).narrow(0, 0, x.shape[0])
-    out.copy_(whole.narrow(-1, 0, x.shape[-1]))
+    else:
+        _multiply(x, spread(reciprocal, x.shape), out, clamp)
     return Quantized(out, scale, scaling)
 
 
@@ -205,8 +203,8 @@ def spread(scale: Tensor, shape: torch.Size) -> Tensor:
         return scale.reshape([1] * len(shape))
     for dim, n in enumerate(shape):
         if scale.shape[dim] not in (1, n):
-            repeated = scale.unsqueeze(dim + 1).expand(*scale.shape[: dim + 1], BLOCK, *scale.shape[dim + 1 :])
-            scale = repeated.flatten(dim, dim + 1).narrow(dim, 0, n)
+            # By index: repeat_interleave of these came out wrong from inductor on the CPU (torch 2.14).
+            scale = scale.index_select(dim, torch.arange(n, device=scale.device) // BLOCK)
     return scale
 
 

@@ -12,10 +12,12 @@ from torch import Tensor
 from tpkernels.comm import auto, described, small
 from tpkernels.comm.auto import Asked
 from tpkernels.errors import ArgumentError
+from tpkernels.fp8 import api as fp8
 from tpkernels.ops import _collectives, _gemm, _groups, _paths, _plans, api
 from tpkernels.ops._arrays import tensor
 
 _OPS = ("matmul", "all_gather_matmul", "matmul_replicated", "matmul_reduce_scatter", "matmul_all_reduce")
+_SCALED = "scaled_matmul"
 _SHOWN = 6  # plans that an explanation lists
 
 
@@ -82,7 +84,8 @@ def explain(op: str, a: Any, b: Any, group: _groups.GroupLike = None, **options:
     nothing is communicated.
 
     Args:
-        op: "matmul", "all_gather_matmul", "matmul_replicated", "matmul_reduce_scatter" or "matmul_all_reduce".
+        op: "matmul", "all_gather_matmul", "matmul_replicated", "matmul_reduce_scatter" or "matmul_all_reduce"; or
+            "scaled_matmul", whose operands are what ``tpkernels.quantize`` returns, and which has no plan here.
         a: left operand, or a list of them, as the operation takes it.
         b: weight, or a list of weights.
         group: process group of a distributed operation.
@@ -93,8 +96,12 @@ def explain(op: str, a: Any, b: Any, group: _groups.GroupLike = None, **options:
         TypeError: an option that the operation does not have.
         TpkError: whatever the operation itself would raise, ``BackendError`` included.
     """
+    if op == _SCALED:
+        place = _place(a.data, _device_type(a.data, None))
+        path, product, why = fp8.foresee(a, b, place, **options)
+        return Explanation(op, path, product, why, 0)
     if op not in _OPS:
-        raise ArgumentError(f"op: expected one of {', '.join(_OPS)}, got {op!r}.")
+        raise ArgumentError(f"op: expected one of {', '.join((*_OPS, _SCALED))}, got {op!r}.")
     operand, weight = _tensors("a", a)[0], _tensors("b", b)[0]
     groups = () if op == "matmul" else (group,)
     # The operation on meta tensors runs all its checks and gives the result's shape.
