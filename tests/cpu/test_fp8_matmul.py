@@ -41,7 +41,9 @@ def exact(a: Quantized, b: Quantized) -> tuple[Tensor, Tensor]:
 def test_values(shape, scalings) -> None:
     m, n, k = shape
     formats = [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3), (E5M2, E5M2)]
-    for (of_a, of_b), out_dtype in zip(formats, (torch.bfloat16, torch.float16, torch.float32, torch.bfloat16), strict=True):
+    for (of_a, of_b), out_dtype in zip(
+        formats, (torch.bfloat16, torch.float16, torch.float32, torch.bfloat16), strict=True
+    ):
         aq = tpk.quantize(uneven(m, k), scalings[0], of_a)
         bq = tpk.quantize(uneven(n, k), scalings[1], of_b).t()
         bias = torch.randn(n).to(torch.bfloat16)
@@ -79,7 +81,9 @@ def test_paths_and_explain(monkeypatch) -> None:
     told = tpk.explain("scaled_matmul", aq, bq)
     assert told.path == "blas" and "M=4 N=16 K=32 float8_e4m3fn x float8_e4m3fn" in str(told)
     tpk.scaled_matmul(aq, bq, path="blas")
-    with pytest.raises(BackendError, match="'streamk' was asked for, but the cpu Stream-K kernel takes no FP8"):
+    with pytest.raises(
+        BackendError, match="'streamk' was asked for, but the cpu Stream-K kernel takes no FP8"
+    ):
         tpk.scaled_matmul(aq, bq, path="streamk")
     with pytest.raises(ArgumentError, match="'cublas' is not a path on cpu"):
         tpk.scaled_matmul(aq, bq, path="cublas")
@@ -137,7 +141,10 @@ def test_choice_on_a_gpu(monkeypatch) -> None:
         assert path("auto", fit)[0] == "cublas"
         gemm, why = path("auto", unfit)
         assert gemm == ("streamk" if there else "cublas") and "e5m2 by e5m2" in why
-        assert path("cublas", unfit) == ("cublas", f"operands converted: {_product.library_missing(unfit, (9, 0))}")
+        assert path("cublas", unfit) == (
+            "cublas",
+            f"operands converted: {_product.library_missing(unfit, (9, 0))}",
+        )
         if there:
             assert path("streamk", fit) == ("streamk", "asked for")
         else:
@@ -224,10 +231,9 @@ def test_master_weights_frozen_parts_and_autocast() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         z = tpk.fp8.matmul(x.float(), w.t(), recipe="rowwise")
     assert z.dtype == torch.bfloat16 and torch.equal(z, y)
+    y = tpk.fp8.matmul(xi, w.t(), recipe="rowwise")
+    (grad,) = torch.autograd.grad(y.float().square().sum(), xi, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiate twice"):
-        (grad,) = torch.autograd.grad(
-            tpk.fp8.matmul(xi, w.t(), recipe="rowwise").float().square().sum(), xi, create_graph=True
-        )
         grad.float().sum().backward()
 
 
@@ -253,8 +259,8 @@ def test_main_grad(recipe: str) -> None:
         tpk.fp8.matmul(x, weight.t(), recipe=recipe, main_grad_of=weight).sum().backward()
     assert weight.grad_added_to_main_grad
     torch.testing.assert_close(weight.main_grad, 1 + 2 * plain, rtol=2.0**-7, atol=1e-2)
-    with pytest.raises(ArgumentError, match="main_grad is missing|missing"):
-        del weight.main_grad
+    del weight.main_grad
+    with pytest.raises(ArgumentError, match="main_grad, but that is missing"):
         tpk.fp8.matmul(x, weight.t(), recipe=recipe, main_grad_of=weight)
 
 
@@ -280,20 +286,60 @@ def test_refusals() -> None:
     a, b = tpk.quantize(torch.randn(4, 200)), tpk.quantize(torch.randn(6, 200)).t()
     ones = torch.ones(1)
     for call, error, words in (
-        (lambda: tpk.scaled_matmul(torch.randn(4, 4), b), DTypeError, "a: expected what tpkernels.quantize returns"),
+        (
+            lambda: tpk.scaled_matmul(torch.randn(4, 4), b),
+            DTypeError,
+            "a: expected what tpkernels.quantize returns",
+        ),
         (lambda: tpk.scaled_matmul(a, b.t()), ShapeError, r"expected \[..., K\] and \[K, N\].* its .t\(\)"),
-        (lambda: tpk.scaled_matmul(a, b, out_dtype=torch.float64), DTypeError, "out_dtype: expected bfloat16"),
+        (
+            lambda: tpk.scaled_matmul(a, b, out_dtype=torch.float64),
+            DTypeError,
+            "out_dtype: expected bfloat16",
+        ),
         (lambda: tpk.scaled_matmul(a, b, out_dtype="bf16"), DTypeError, "out_dtype: expected a torch.dtype"),
         (lambda: tpk.scaled_matmul(a, b, bias=torch.ones(5)), ShapeError, r"bias: expected shape \[6\]"),
-        (lambda: tpk.scaled_matmul(a, b, bias=ones.to("meta").expand(6)), DeviceError, "bias: expected device cpu"),
+        (
+            lambda: tpk.scaled_matmul(a, b, bias=ones.to("meta").expand(6)),
+            DeviceError,
+            "bias: expected device cpu",
+        ),
         (lambda: tpk.scaled_matmul(a._replace(data=a.data.float()), b), DTypeError, "a: expected float8"),
-        (lambda: tpk.scaled_matmul(a._replace(scale=ones.double()), b), DTypeError, "a: expected scales in float32"),
-        (lambda: tpk.scaled_matmul(a._replace(scale=torch.ones(4, 3)), b), ShapeError, r"\[..., 1\] or \[..., 2\]"),
-        (lambda: tpk.scaled_matmul(a, b._replace(scale=torch.ones(3, 6))), ShapeError, r"\[2, 6\] or \[2, 1\]"),
-        (lambda: tpk.scaled_matmul(a, Quantized(b.data.to("meta"), ones, "tensorwise")), DeviceError, "b: expected"),
-        (lambda: tpk.Fp8Recipe("tensor"), ArgumentError, "scaling: expected one of tensorwise, rowwise, blockwise"),
-        (lambda: tpk.Fp8Recipe(forward_dtype=torch.int8), DTypeError, "forward_dtype: expected torch.float8_e4m3fn"),
-        (lambda: tpk.Fp8Recipe("blockwise", fast_accumulation=True), ArgumentError, "fast_accumulation: blockwise"),
+        (
+            lambda: tpk.scaled_matmul(a._replace(scale=ones.double()), b),
+            DTypeError,
+            "a: expected scales in float32",
+        ),
+        (
+            lambda: tpk.scaled_matmul(a._replace(scale=torch.ones(4, 3)), b),
+            ShapeError,
+            r"\[..., 1\] or \[..., 2\]",
+        ),
+        (
+            lambda: tpk.scaled_matmul(a, b._replace(scale=torch.ones(3, 6))),
+            ShapeError,
+            r"\[2, 6\] or \[2, 1\]",
+        ),
+        (
+            lambda: tpk.scaled_matmul(a, Quantized(b.data.to("meta"), ones, "tensorwise")),
+            DeviceError,
+            "b: expected",
+        ),
+        (
+            lambda: tpk.Fp8Recipe("tensor"),
+            ArgumentError,
+            "scaling: expected one of tensorwise, rowwise, blockwise",
+        ),
+        (
+            lambda: tpk.Fp8Recipe(forward_dtype=torch.int8),
+            DTypeError,
+            "forward_dtype: expected torch.float8_e4m3fn",
+        ),
+        (
+            lambda: tpk.Fp8Recipe("blockwise", fast_accumulation=True),
+            ArgumentError,
+            "fast_accumulation: blockwise",
+        ),
         (lambda: tpk.Fp8Recipe(forward_dtype=E5M2), ArgumentError, "no tensor core multiplies e5m2 by e5m2"),
         (lambda: wide(recipe="fp8"), ArgumentError, "recipe: expected one of 'tensorwise', .* got 'fp8'"),
         (lambda: wide(x=torch.randn(4, 8).double()), DTypeError, "a: expected bfloat16, float16 or float32"),
@@ -301,7 +347,11 @@ def test_refusals() -> None:
         (lambda: wide(w=torch.randn(8)), ShapeError, "b: expected at least 2 dimensions"),
         (lambda: wide(w="w"), DTypeError, "b: expected a torch.Tensor, got str"),
         (lambda: wide(w=torch.randn(8, 5, device="meta")), DeviceError, "b: expected device cpu as in a"),
-        (lambda: wide(out_dtype=torch.float64), DTypeError, "out_dtype: expected bfloat16, float16 or float32"),
+        (
+            lambda: wide(out_dtype=torch.float64),
+            DTypeError,
+            "out_dtype: expected bfloat16, float16 or float32",
+        ),
         (lambda: wide(path=3), DTypeError, "path: expected str, got 3"),
     ):
         with pytest.raises(error, match=words):

@@ -133,7 +133,9 @@ def test_zero_tiny_and_not_finite(scaling: str) -> None:
         x = torch.ones(130, 260)
         x[129, 259] = bad
         mine, wanted = quantities(x, scaling, E4M3, False, False)
-        assert np.array_equal(mine.scale.numpy(), wanted.scale, equal_nan=True) and same(mine.data, wanted.data)
+        assert np.array_equal(mine.scale.numpy(), wanted.scale, equal_nan=True) and same(
+            mine.data, wanted.data
+        )
         assert mine.dequantize()[129, 259].isnan()  # shown, not clamped
         if scaling != "tensorwise":  # and by nobody else's fault
             assert not mine.dequantize()[0].isnan().any()
@@ -199,17 +201,19 @@ def test_compiled_gives_the_same_bits(shape, backend, generator_of_rows) -> None
         return out
 
     torch._dynamo.reset()
-    for mine, wanted in zip(torch.compile(all_ways, fullgraph=True, backend=backend)(x), all_ways(x), strict=True):
+    for mine, wanted in zip(
+        torch.compile(all_ways, fullgraph=True, backend=backend)(x), all_ways(x), strict=True
+    ):
         assert torch.equal(mine, wanted)
 
 
 def test_refusals() -> None:
     x = torch.randn(4, 6)
-    with pytest.raises(ArgumentError, match="scaling: expected one of tensorwise, rowwise, .*, got 'row'"):
+    with pytest.raises(ArgumentError, match=r"scaling: expected one of tensorwise, rowwise, .*, got 'row'"):
         tpk.quantize(x, "row")
-    with pytest.raises(DTypeError, match="dtype: expected torch.float8_e4m3fn or .*, got torch.int8"):
+    with pytest.raises(DTypeError, match=r"dtype: expected torch.float8_e4m3fn or .*, got torch.int8"):
         tpk.quantize(x, dtype=torch.int8)
-    with pytest.raises(DTypeError, match="x: expected dtype float64, .*, got int64"):
+    with pytest.raises(DTypeError, match=r"x: expected dtype float64, .*, got int64"):
         tpk.quantize(x.long())
     with pytest.raises(ShapeError, match="x: expected at least 2 dimensions"):
         tpk.quantize(x[0])

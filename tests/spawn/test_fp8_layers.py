@@ -42,13 +42,25 @@ def check_linear(ctx: RankContext, recipe: str) -> None:
     layouts = [((4 * ctx.world, 2), 0, [4] * ctx.world), ((2, sum(uneven)), 1, uneven)]
     for shape, dim, sizes in layouts:
         for sp in (False, True):
-            common = {"group": ctx.group_name, "seed": 1, "name": "layer", "sequence_parallel": sp, "sequence_dim": dim}
-            columns = [{"gather_output": True}, {"activation": "gelu"}, *([{"keep_gathered": True}] if sp else [])]
+            common = {
+                "group": ctx.group_name,
+                "seed": 1,
+                "name": "layer",
+                "sequence_parallel": sp,
+                "sequence_dim": dim,
+            }
+            columns = [
+                {"gather_output": True},
+                {"activation": "gelu"},
+                *([{"keep_gathered": True}] if sp else []),
+            ]
             for kind, options in [("column", o) for o in columns] + [("row", {}), ("row", {"bias": False})]:
                 of = tnn.ColumnParallelLinear if kind == "column" else tnn.RowParallelLinear
                 mine, plain = (of(inside, outside, recipe=r, **common, **options) for r in (recipe, None))
                 assert mine.state_dict().keys() == plain.state_dict().keys()
-                assert all(torch.equal(a, b) for a, b in zip(mine.parameters(), plain.parameters(), strict=True))
+                assert all(
+                    torch.equal(a, b) for a, b in zip(mine.parameters(), plain.parameters(), strict=True)
+                )
                 assert mine.weight.dtype == torch.float32
                 x, dy = torch.randn(*shape, inside), torch.randn(*shape, outside)
                 if kind == "column":
@@ -64,7 +76,9 @@ def check_linear(ctx: RankContext, recipe: str) -> None:
                 for name, value in wanted.items():
                     limit = 2 * NEAR[recipe] if "activation" in options else NEAR[recipe]
                     error = off(got[name], value)
-                    assert error < limit, f"{recipe} {kind} {options} sp={sp} {shape}: {name} is off by {error:.3g}"
+                    assert error < limit, (
+                        f"{recipe} {kind} {options} sp={sp} {shape}: {name} is off by {error:.3g}"
+                    )
                     if name == "bias" and "activation" not in options:
                         assert error < 1e-5  # no product makes it
 
@@ -83,7 +97,13 @@ def check_block(ctx: RankContext, recipe: str, dtype: torch.dtype) -> None:
     ]
     for sizes, style in styles:
         for sp, recompute in ((False, "none"), (True, "none"), (True, "full"), (True, "selective")):
-            common = {"group": ctx.group_name, "sequence_parallel": sp, "seed": 2, "name": "b", "dtype": dtype}
+            common = {
+                "group": ctx.group_name,
+                "sequence_parallel": sp,
+                "seed": 2,
+                "name": "b",
+                "dtype": dtype,
+            }
             mine, plain = (
                 tnn.ParallelTransformerBlock(*sizes, recompute=recompute, recipe=r, **style, **common)
                 for r in (recipe, None)
@@ -96,7 +116,9 @@ def check_block(ctx: RankContext, recipe: str, dtype: torch.dtype) -> None:
                 if name.endswith(("k_proj.bias", "q_proj.bias")):
                     continue  # softmax leaves next to nothing of them
                 error = off(got[name], value)
-                assert error < 3 * NEAR[recipe], f"{recipe} {style} sp={sp} {recompute}: {name} is off by {error:.3g}"
+                assert error < 3 * NEAR[recipe], (
+                    f"{recipe} {style} sp={sp} {recompute}: {name} is off by {error:.3g}"
+                )
             if recompute == "full":  # the same bits as without
                 again = step(mine, x, dy)
                 assert all(torch.equal(again[name], value) for name, value in got.items())
@@ -111,7 +133,9 @@ def test_block(ranks: RankPool, world: int, recipe: str) -> None:
 def check_main_grad(ctx: RankContext) -> None:
     """Weight gradients of two passes, added in float32."""
     for of in (tnn.ColumnParallelLinear, tnn.RowParallelLinear):
-        layer = of(32, 48, group=ctx.group_name, recipe="blockwise", dtype=torch.bfloat16, sequence_parallel=True)
+        layer = of(
+            32, 48, group=ctx.group_name, recipe="blockwise", dtype=torch.bfloat16, sequence_parallel=True
+        )
         width = 32 if of is tnn.ColumnParallelLinear else layer.in_sizes[ctx.rank]
         rows = 4 if of is tnn.ColumnParallelLinear else 4 * ctx.world
         x = torch.randn(2, rows, width).to(torch.bfloat16)
@@ -131,9 +155,13 @@ def test_main_grad(ranks: RankPool) -> None:
 
 def check_refusals(ctx: RankContext) -> None:
     common = {"group": ctx.group_name}
-    with pytest.raises(ArgumentError, match="recipe: expected one of 'tensorwise', 'rowwise', 'blockwise' or a"):
+    with pytest.raises(
+        ArgumentError, match="recipe: expected one of 'tensorwise', 'rowwise', 'blockwise' or a"
+    ):
         tnn.ColumnParallelLinear(8, 8, recipe="fp8", **common)
-    with pytest.raises(DTypeError, match="recipe: a layer in FP8 has bfloat16, float16 or float32 .* float64"):
+    with pytest.raises(
+        DTypeError, match=r"recipe: a layer in FP8 has bfloat16, float16 or float32 .* float64"
+    ):
         tnn.RowParallelLinear(8, 8, recipe="rowwise", dtype=torch.float64, **common)
     with pytest.raises(ArgumentError, match="recipe: weight gradients in FP8 cannot be delayed"):
         tnn.ParallelMLP(8, 16, recipe="rowwise", delay_wgrad=True, **common)
@@ -149,7 +177,10 @@ def check_refusals(ctx: RankContext) -> None:
     with pytest.raises(ArgumentError, match="must have one recipe"):
         tnn.column_parallel([layer, other], torch.randn(4, 8))
     assert "FP8: rowwise, e4m3 forward, e4m3 backward" in repr(layer)
-    assert tnn.ColumnParallelLinear(8, 8, recipe=tpk.Fp8Recipe("blockwise"), **common).recipe.scaling == "blockwise"
+    assert (
+        tnn.ColumnParallelLinear(8, 8, recipe=tpk.Fp8Recipe("blockwise"), **common).recipe.scaling
+        == "blockwise"
+    )
 
 
 def test_refusals(ranks: RankPool) -> None:
@@ -170,7 +201,9 @@ def test_checkpoint(ranks: RankPool) -> None:
 
 
 def check_graph(ctx: RankContext, sp: bool) -> None:
-    block = tnn.ParallelTransformerBlock(32, 48, 4, 4, group=ctx.group_name, sequence_parallel=sp, recipe="blockwise")
+    block = tnn.ParallelTransformerBlock(
+        32, 48, 4, 4, group=ctx.group_name, sequence_parallel=sp, recipe="blockwise"
+    )
     x = torch.randn(4, 2, 32)
     torch._dynamo.reset()
     eager = step(block, x, torch.ones_like(x))

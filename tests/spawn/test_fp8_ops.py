@@ -1,4 +1,4 @@
-"""FP8 operations over a group on 1 to 4 gloo ranks: values, gradients, bytes that travel, equal results for every world."""
+"""FP8 operations on 1 to 4 gloo ranks: values, gradients, bytes that travel, equal results for every world."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ def rows_of(world: int, even: bool) -> list[int]:
     return [5] * world if even else [7, 0, 3, 4][:world]
 
 
-def stands_for(x: Tensor, scaling: str, dtype: torch.dtype, recipe: tpk.Fp8Recipe, amax: Tensor | None = None) -> Tensor:
+def stands_for(
+    x: Tensor, scaling: str, dtype: torch.dtype, recipe: tpk.Fp8Recipe, amax: Tensor | None = None
+) -> Tensor:
     """What the FP8 copy of x stands for, in float64."""
     power = recipe.power_of_2
     return tpk.quantize(x, scaling, dtype, round_scales_to_power_of_2=power, amax=amax).dequantize().double()
@@ -42,7 +44,7 @@ def amax(recipe: tpk.Fp8Recipe, *parts: Tensor) -> Tensor | None:
 
 
 def column_oracle(recipe, x, ws, dys, world):
-    """Every rank's outputs and gradients from what the FP8 operands stand for: blocks begin anew with each rank's part."""
+    """Every rank's outputs and gradients, from what FP8 operands stand for; blocks begin anew with each part."""
     forward, back = recipe.forward_dtype, recipe.grad_dtype
     of_rows, of_weight = recipe.operand_scaling, recipe.weight_scaling
     flat = x.flatten(0, -2)
@@ -55,9 +57,11 @@ def column_oracle(recipe, x, ws, dys, world):
         for i, (w, dy) in enumerate(zip(ws[r], dys[r], strict=True)):
             dy = dy.flatten(0, -2)
             outs.append(xq @ stands_for(w, of_weight, forward, recipe, w_max[i]).t())
-            grad_x = grad_x + stands_for(dy, of_rows, back, recipe, dy_max[i]) @ stands_for(
-                w.t(), of_weight, forward, recipe, w_max[i]
-            ).t()
+            grad_x = (
+                grad_x
+                + stands_for(dy, of_rows, back, recipe, dy_max[i])
+                @ stands_for(w.t(), of_weight, forward, recipe, w_max[i]).t()
+            )
             grads.append(stands_for(dy.t(), of_rows, back, recipe, dy_max[i]) @ x_t.t())
     return outs, grad_x.view(x.shape), grads
 
@@ -99,7 +103,13 @@ def check_column(ctx: RankContext, name: str) -> None:
                 end = part(grad_x, dim, sizes, rank) if gather else grad_x
                 terms = 2 * sum(features)
                 assert_close_tiles(
-                    xi.grad.flatten(0, -2), end.flatten(0, -2), F32, k=terms, world=world, slack=4, name=f"{note} x"
+                    xi.grad.flatten(0, -2),
+                    end.flatten(0, -2),
+                    F32,
+                    k=terms,
+                    world=world,
+                    slack=4,
+                    name=f"{note} x",
                 )
                 torch.testing.assert_close(c.grad, dys[rank][1].flatten(0, -2).sum(0), rtol=1e-5, atol=1e-3)
 
@@ -118,13 +128,20 @@ def check_row(ctx: RankContext, name: str) -> None:
         x_max, w_max = amax(recipe, *xs), amax(recipe, *ws)
         flat = [x.flatten(0, -2) for x in xs]
         xqs = [stands_for(x, of_rows, forward, recipe, x_max) for x in flat]
-        y = sum(
-            xq @ stands_for(w, of_weight, forward, recipe, w_max).t() for xq, w in zip(xqs, ws, strict=True)
-        ) + bias + residual.flatten(0, -2)
+        y = (
+            sum(
+                xq @ stands_for(w, of_weight, forward, recipe, w_max).t()
+                for xq, w in zip(xqs, ws, strict=True)
+            )
+            + bias
+            + residual.flatten(0, -2)
+        )
         dyq = stands_for(dy.flatten(0, -2), of_rows, back, recipe)
         w_t = stands_for(ws[rank].t(), of_weight, forward, recipe, w_max)
         xq, grad_x = xqs[rank], dyq @ w_t.t()
-        x_t = xq.t() if recipe.scaling == "tensorwise" else stands_for(xq.t().float(), of_rows, forward, recipe)
+        x_t = (
+            xq.t() if recipe.scaling == "tensorwise" else stands_for(xq.t().float(), of_rows, forward, recipe)
+        )
         for cut in (True, False):
             note = f"{name} {shape} cut={cut}"
             x, w = xs[rank].clone().requires_grad_(), ws[rank].clone().requires_grad_()
@@ -144,7 +161,9 @@ def check_row(ctx: RankContext, name: str) -> None:
             close = {"k": k * world, "world": world, "slack": 4, "name": note}
             assert_close_tiles(out.detach().flatten(0, -2), wanted.flatten(0, -2), F32, **close)
             assert_close_tiles(x.grad.flatten(0, -2), grad_x, F32, k=n, slack=4, name=f"{note} x")
-            source = dyq.t().float() if cut else dy.flatten(0, -2).t()  # what was gathered, or what is at hand
+            source = (
+                dyq.t().float() if cut else dy.flatten(0, -2).t()
+            )  # what was gathered, or what is at hand
             dy_t = dyq.t() if recipe.scaling == "tensorwise" else stands_for(source, of_rows, back, recipe)
             assert_close_tiles(w.grad, dy_t @ x_t.t(), F32, k=dy[..., 0].numel(), slack=4, name=f"{note} w")
             torch.testing.assert_close(c.grad, dy.flatten(0, -2).sum(0), rtol=1e-5, atol=1e-3)
@@ -310,7 +329,10 @@ def check_graph(ctx: RankContext, name: str) -> None:
         h = torch.relu(tpk.fp8.all_gather_matmul(x, w.t(), ctx.group_name, recipe=name))
         y = tpk.fp8.matmul_reduce_scatter(h, v.t(), ctx.group_name, recipe=name)
         z = tpk.fp8.matmul_all_reduce(h, v.t(), ctx.group_name, recipe=name)
-        return y.square().mean() + tpk.fp8.matmul_replicated(z, w.t(), ctx.group_name, recipe=name).square().mean()
+        return (
+            y.square().mean()
+            + tpk.fp8.matmul_replicated(z, w.t(), ctx.group_name, recipe=name).square().mean()
+        )
 
     torch._dynamo.reset()
     results = []
@@ -334,10 +356,14 @@ def check_opcheck(ctx: RankContext) -> None:
     for scaling in ("tensorwise", "rowwise", "blockwise_1x128"):
         x, w = tpk.quantize(torch.randn(4, 3, 140), scaling), tpk.quantize(torch.randn(7, 140), scaling).t()
         gather = (x.data, x.scale, [w.data], [w.scale], [torch.randn(7)], [0], 1, None, name)
-        torch.library.opcheck(ops.all_gather_scaled_matmul.default, (*gather, F32, False, True, "auto"), test_utils=tests)
+        torch.library.opcheck(
+            ops.all_gather_scaled_matmul.default, (*gather, F32, False, True, "auto"), test_utils=tests
+        )
         sums = ([x.data] * 2, [w.data] * 2, [x.scale] * 2, [w.scale] * 2, torch.randn(7), None)
         for op, place in ((ops.scaled_matmul_reduce_scatter, (0, None)), (ops.scaled_matmul_all_reduce, ())):
-            torch.library.opcheck(op.default, (*sums, *place, name, torch.bfloat16, False, "auto"), test_utils=tests)
+            torch.library.opcheck(
+                op.default, (*sums, *place, name, torch.bfloat16, False, "auto"), test_utils=tests
+            )
 
 
 def test_opcheck(ranks: RankPool) -> None:
@@ -350,13 +376,41 @@ def check_refusals(ctx: RankContext) -> None:
     for call, error, words in (
         (lambda: gather(x, w.t(), ctx.group, recipe="int8"), ArgumentError, "recipe: expected one of"),
         (lambda: gather(x, [], ctx.group, recipe="rowwise"), ArgumentError, "at least one weight"),
-        (lambda: gather(x, [w.t()], ctx.group, recipe="rowwise", biases=[None, None]), ArgumentError, "1 in all, got 2"),
-        (lambda: gather(x, w.t(), ctx.group, recipe="rowwise", gather_dim=1), ArgumentError, "which is K of a_shard"),
-        (lambda: gather(x, w.t(), ctx.group, recipe="rowwise", shard_sizes=[6]), ArgumentError, "one size per rank"),
-        (lambda: gather(x, w.t(), ctx.group, recipe="rowwise", path="fused"), ArgumentError, "no FP8 kernel yet"),
-        (lambda: gather(x, w.t(), ctx.group, recipe="rowwise", path="nccl"), ArgumentError, "carries these tensors"),
-        (lambda: scatter(x, w, ctx.group, recipe="rowwise"), ShapeError, r"b: expected \[K, N\] with 16 rows"),
-        (lambda: scatter(x, w.t(), ctx.group, recipe="rowwise", residual=x), ShapeError, "this rank's output"),
+        (
+            lambda: gather(x, [w.t()], ctx.group, recipe="rowwise", biases=[None, None]),
+            ArgumentError,
+            "1 in all, got 2",
+        ),
+        (
+            lambda: gather(x, w.t(), ctx.group, recipe="rowwise", gather_dim=1),
+            ArgumentError,
+            "which is K of a_shard",
+        ),
+        (
+            lambda: gather(x, w.t(), ctx.group, recipe="rowwise", shard_sizes=[6]),
+            ArgumentError,
+            "one size per rank",
+        ),
+        (
+            lambda: gather(x, w.t(), ctx.group, recipe="rowwise", path="fused"),
+            ArgumentError,
+            "no FP8 kernel yet",
+        ),
+        (
+            lambda: gather(x, w.t(), ctx.group, recipe="rowwise", path="nccl"),
+            ArgumentError,
+            "carries these tensors",
+        ),
+        (
+            lambda: scatter(x, w, ctx.group, recipe="rowwise"),
+            ShapeError,
+            r"b: expected \[K, N\] with 16 rows",
+        ),
+        (
+            lambda: scatter(x, w.t(), ctx.group, recipe="rowwise", residual=x),
+            ShapeError,
+            "this rank's output",
+        ),
         (lambda: scatter(x.double(), w.t(), ctx.group, recipe="rowwise"), DTypeError, "to be quantised here"),
     ):
         with pytest.raises(error, match=words):

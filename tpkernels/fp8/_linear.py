@@ -105,7 +105,7 @@ def _weight_grad(
     out_dtype = b.dtype if target is None else torch.float32
     right, scale = _factor(x_t)
     end = (None, out_dtype, recipe.fast_accumulation, call.path)
-    dw = _ops.scaled_matmul(dy_t.data, right, dy_t.scale, scale, *end)
+    dw: Tensor = _ops.scaled_matmul(dy_t.data, right, dy_t.scale, scale, *end)
     if target is None:
         return dw.t()
     target.into().add_(dw.t())
@@ -177,8 +177,8 @@ class _Column(torch.autograd.Function):
                         grads[i] = _weight_grad(call, i, dy, dq, x_t, bs[i])
         of_biases: list[Tensor | None] = []
         for place, (i, dtype) in enumerate(zip(call.bias_of, ctx.bias_dtypes, strict=True)):
-            dy = dys[i] if need[2 + n + place] else None
-            of_biases.append(None if dy is None else _sum_rows(dy).to(dtype))
+            wanted = dys[i] if need[2 + n + place] else None
+            of_biases.append(None if wanted is None else _sum_rows(wanted).to(dtype))
         return None, grad_x, *grads, *of_biases
 
 

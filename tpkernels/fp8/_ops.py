@@ -67,9 +67,7 @@ class _Plan(NamedTuple):
     biases: list[Tensor | None]
 
 
-def _chosen(
-    group: Group, a: Tensor, layout: _product.Layout, path: str
-) -> tuple[str, _paths.Choice]:
+def _chosen(group: Group, a: Tensor, layout: _product.Layout, path: str) -> tuple[str, _paths.Choice]:
     transport = _groups.transport_of(group, a.device, "a")
     request = _paths.parse(path, a.device.type, distributed=True)
     choice = _product.choose(request, a.device, layout)
@@ -77,7 +75,9 @@ def _chosen(
     return transport, choice
 
 
-def _note(op: str, plan: _Plan, pairs: Sequence[tuple[Tensor, Tensor]], layouts: Sequence[_product.Layout]) -> None:
+def _note(
+    op: str, plan: _Plan, pairs: Sequence[tuple[Tensor, Tensor]], layouts: Sequence[_product.Layout]
+) -> None:
     parts = [_product.describe(a, b, layout) for (a, b), layout in zip(pairs, layouts, strict=True)]
     transport = plan.transport if plan.group.world > 1 else "none"
     _paths.record(op, transport, plan.choice.gemm, ", ".join(parts), plan.choice.why)

@@ -232,7 +232,8 @@ def _scaled_mm(
     if behind:  # rows of zeros
         right = F.pad(right.view(torch.uint8), (0, 0, 0, behind)).view(right.dtype)
     apart = "rowwise" in (layout.a_scaling, layout.b_scaling) and not (
-        out_dtype == torch.bfloat16 and layout.b_dtype == torch.float8_e4m3fn  # what all its rowwise kernels take
+        out_dtype == torch.bfloat16
+        and layout.b_dtype == torch.float8_e4m3fn  # what all its rowwise kernels take
     )
     wide = apart or out_dtype == torch.float32
     inside = None if bias is None or wide else F.pad(bias.to(out_dtype), (0, behind))

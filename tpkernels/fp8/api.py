@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from tpkernels.errors import ArgumentError, DTypeError, ShapeError, TpkError
+from tpkernels.errors import ArgumentError, DTypeError, ShapeError
 from tpkernels.fp8 import _ops as _register  # noqa: F401 - registers the ops
 from tpkernels.fp8 import _product
 from tpkernels.fp8._linear import Call, column, row
@@ -218,9 +218,9 @@ def _columns(
     path: str,
 ) -> Any:
     several = isinstance(b, (list, tuple))
-    bs: list[Tensor] = list(b) if isinstance(b, (list, tuple)) else [b]
-    given: list[Tensor | None] = (
-        list(biases) if isinstance(biases, (list, tuple)) else [biases, *[None] * (len(bs) - 1)]  # type: ignore[list-item]
+    bs: list[Any] = list(b) if isinstance(b, (list, tuple)) else [b]
+    given: list[Any] = (
+        list(biases) if isinstance(biases, (list, tuple)) else [biases] + [None] * (len(bs) - 1)
     )
     name = group_name_of(group)
 
@@ -259,7 +259,11 @@ def _column(
     present = [bias for bias in biases if bias is not None]
     nowhere = (None,) * len(bs)
     call = Call(recipe, group, cut, dim, sizes, out_dtype, path, _wanted(bs), nowhere, bias_of, keep_gathered)
-    return column(call, a, bs, present) if sinks is None else _into_main_grad(column, call, sinks, a, bs, present)
+    return (
+        column(call, a, bs, present)
+        if sinks is None
+        else _into_main_grad(column, call, sinks, a, bs, present)
+    )
 
 
 def _row(
@@ -307,9 +311,7 @@ def _agreed(op: str, group_name: str, sample: Any, check: Callable[[], Any]) -> 
     return _agreement.validated(op, _groups.resolve(group_name), sample, check, lambda _: {})
 
 
-def _check(
-    a: Any, bs: Sequence[Any], biases: Sequence[Any], out_dtype: torch.dtype, path: object
-) -> None:
+def _check(a: Any, bs: Sequence[Any], biases: Sequence[Any], out_dtype: torch.dtype, path: object) -> None:
     if not isinstance(path, str):
         raise DTypeError(f"path: expected str, got {path!r}.")
     if len(bs) == 0:
@@ -366,7 +368,12 @@ def _wanted(bs: Sequence[Tensor]) -> tuple[bool, ...]:
 
 @torch.compiler.disable(reason="tpkernels adds weight gradients to main_grad outside of compiled graphs only")
 def _into_main_grad(
-    function: Callable[..., Any], call: Call, sinks: Sequence[Any], a: Tensor, bs: Sequence[Tensor], *rest: Any
+    function: Callable[..., Any],
+    call: Call,
+    sinks: Sequence[Any],
+    a: Tensor,
+    bs: Sequence[Tensor],
+    *rest: Any,
 ) -> Any:
     """``function`` with gradients of weights where ``sinks`` say; see :mod:`tpkernels.ops._main_grad`."""
     if any(isinstance(sink, _main_grad.Delayed) for sink in sinks):

@@ -31,7 +31,17 @@ from tpkernels.errors import ArgumentError, DTypeError, ShapeError
 from tpkernels.ops import _checks
 from tpkernels.ops._arrays import tensor
 
-__all__ = ["BLOCK", "DTYPES", "SCALINGS", "Quantized", "amax_of", "quantize", "quantize_by", "scale_of", "spread"]
+__all__ = [
+    "BLOCK",
+    "DTYPES",
+    "SCALINGS",
+    "Quantized",
+    "amax_of",
+    "quantize",
+    "quantize_by",
+    "scale_of",
+    "spread",
+]
 
 BLOCK = 128
 SCALINGS = ("tensorwise", "rowwise", "blockwise_1x128", "blockwise_128x128")
@@ -210,7 +220,9 @@ def spread(scale: Tensor, shape: torch.Size) -> Tensor:
 
 def _source(x: Tensor, transpose: bool) -> Tensor:
     x = x.to(torch.float32) if x.dtype == torch.float64 else x
-    return x.flatten(0, -2).t() if transpose else x
+    if transpose:
+        x = x.flatten(0, -2).t()
+    return x
 
 
 def _blocks(x: Tensor, scaling: str) -> Tensor:
@@ -220,10 +232,10 @@ def _blocks(x: Tensor, scaling: str) -> Tensor:
     behind = -x.shape[-1] % BLOCK
     if scaling == "blockwise_1x128":
         x = F.pad(x, (0, behind)) if behind else x
-        return x.unflatten(-1, (x.shape[-1] // BLOCK, BLOCK))
+        return x.view(*x.shape[:-1], x.shape[-1] // BLOCK, BLOCK)
     below = -x.shape[0] % BLOCK
     x = F.pad(x, (0, behind, 0, below)) if behind or below else x
-    return x.unflatten(1, (x.shape[1] // BLOCK, BLOCK)).unflatten(0, (x.shape[0] // BLOCK, BLOCK))
+    return x.view(x.shape[0] // BLOCK, BLOCK, x.shape[1] // BLOCK, BLOCK)
 
 
 def _negative(dims: int | tuple[int, ...] | None, count: int) -> set[int]:

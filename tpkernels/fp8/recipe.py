@@ -56,9 +56,7 @@ class Fp8Recipe:
         for name in ("forward_dtype", "backward_dtype"):
             value = getattr(self, name)
             if value not in DTYPES and not (value is None and name == "backward_dtype"):
-                raise DTypeError(
-                    f"{name}: expected torch.float8_e4m3fn or torch.float8_e5m2, got {value!r}."
-                )
+                raise DTypeError(f"{name}: expected torch.float8_e4m3fn or torch.float8_e5m2, got {value!r}.")
         if self.fast_accumulation and self.scaling == "blockwise":
             raise ArgumentError(
                 "fast_accumulation: blockwise scales change every 128 of K, so that sums are promoted there; leave "

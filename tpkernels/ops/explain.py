@@ -98,8 +98,7 @@ def explain(op: str, a: Any, b: Any, group: _groups.GroupLike = None, **options:
     """
     if op == _SCALED:
         place = _place(a.data, _device_type(a.data, None))
-        path, product, why = fp8.foresee(a, b, place, **options)
-        return Explanation(op, path, product, why, 0)
+        return Explanation(op, *fp8.foresee(a, b, place, **options), wire_bytes=0)
     if op not in _OPS:
         raise ArgumentError(f"op: expected one of {', '.join((*_OPS, _SCALED))}, got {op!r}.")
     operand, weight = _tensors("a", a)[0], _tensors("b", b)[0]

@@ -62,7 +62,9 @@ def block_amax(x: Array, scaling: str) -> Array:
         return columns
     if scaling == "blockwise_128x128":
         return _by_block(columns, 0)
-    raise ValueError(f"scaling must be tensorwise, rowwise, blockwise_1x128 or blockwise_128x128, got {scaling!r}")
+    raise ValueError(
+        f"scaling must be tensorwise, rowwise, blockwise_1x128 or blockwise_128x128, got {scaling!r}"
+    )
 
 
 def _by_block(size: Array, axis: int) -> Array:
@@ -91,7 +93,12 @@ def scale_of(amax: Array, dtype: str, *, power_of_two: bool = False) -> Array:
 
 
 def quantize(
-    x: Array, scaling: str, dtype: str = "float8_e4m3fn", *, power_of_two: bool = False, amax: Array | None = None
+    x: Array,
+    scaling: str,
+    dtype: str = "float8_e4m3fn",
+    *,
+    power_of_two: bool = False,
+    amax: Array | None = None,
 ) -> Fp8Array:
     """x [..., K] (read as float32) -> its values times 1 / scale, both in float32, rounded to ``dtype``.
 
