@@ -203,7 +203,10 @@ def run(
         if choice.gemm == "streamk":
             a, b = _padded(a), _padded(b.t()).t()
             out = a.new_empty(rows, b.shape[1], dtype=out_dtype)
-            torch.ops.tpkernels.scaled_gemm(a, b, scale_a, scale_b, bias, out, fast_accumulation)
+            promoted = "128" in layout.a_scaling + layout.b_scaling  # where scales change along K, sums are
+            addend = bias.to(torch.float32) if bias is not None and bias.dtype == torch.float64 else bias
+            fast = fast_accumulation and not promoted
+            torch.ops.tpkernels.scaled_gemm(a, b, scale_a, scale_b, addend, out, fast)
         elif (
             choice.gemm == "cublas"
             and library_missing(layout, torch.cuda.get_device_capability(a.device), cuda_version()) is None
@@ -215,11 +218,12 @@ def run(
 
 
 def _padded(x: Tensor) -> Tensor:
-    """x [rows, K], K contiguous, with zeros up to a multiple of 16."""
+    """x [rows, K] as TMA and cuBLAS load it: zeros up to a multiple of 16, rows of 16 bytes, K contiguous."""
     behind = -x.shape[1] % ALIGNMENT
     if behind:
         return F.pad(x.view(torch.uint8), (0, behind)).view(x.dtype)
-    return x if x.stride(1) == 1 and x.stride(0) % ALIGNMENT == 0 else x.contiguous()
+    loadable = x.stride(1) == 1 and x.stride(0) % ALIGNMENT == 0 and x.stride(0) >= x.shape[1]
+    return x if loadable and x.data_ptr() % ALIGNMENT == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
 def _scaled_mm(
