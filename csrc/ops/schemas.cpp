@@ -30,7 +30,7 @@ STABLE_TORCH_LIBRARY(tpkernels, m) {
       "matmul_all_reduce(Tensor[] a, Tensor[] b, Tensor? bias, Tensor? residual, str group_name, "
       "ScalarType? out_dtype, str path) -> Tensor");
 
-  // Products of FP8 operands with the float32 scales that they were divided by (tpkernels/fp8/quantize.py),
+  // Products of FP8 operands with the float32 scales that they were divided by (tpkernels/fp8/_quantize.py),
   // and the three with a collective: what is gathered travels in FP8, sums travel in out_dtype. a [..., K], b
   // [K, N]; scale_a of one element, [..., 1] or [..., ceil(K / 128)]; scale_b of one, [1, N], [ceil(K / 128),
   // N] or [ceil(K / 128), ceil(N / 128)]. fast_accumulation: sums are not promoted to float32 every 128 of K.

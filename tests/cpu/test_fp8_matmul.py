@@ -12,7 +12,7 @@ from torch import Tensor
 import tpkernels as tpk
 from tpkernels.errors import ArgumentError, BackendError, DeviceError, DTypeError, ShapeError
 from tpkernels.fp8 import _product
-from tpkernels.fp8.quantize import Quantized
+from tpkernels.fp8._quantize import Quantized
 from tpkernels.ops._paths import parse
 from tpkernels.reference import fp8 as ref
 from tpkernels.testing import assert_close_tiles

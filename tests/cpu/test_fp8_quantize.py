@@ -10,7 +10,7 @@ import torch
 
 import tpkernels as tpk
 from tpkernels.errors import ArgumentError, DTypeError, ShapeError
-from tpkernels.fp8.quantize import DTYPES, SCALINGS
+from tpkernels.fp8._quantize import DTYPES, SCALINGS
 from tpkernels.reference import fp8 as ref
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -11,7 +11,7 @@ from torch import Tensor
 import tpkernels as tpk
 from tpkernels.errors import BackendError
 from tpkernels.fp8 import _product
-from tpkernels.fp8.quantize import DTYPES, SCALINGS, Quantized
+from tpkernels.fp8._quantize import DTYPES, SCALINGS, Quantized
 from tpkernels.testing import assert_close_tiles
 
 pytestmark = pytest.mark.gpu1

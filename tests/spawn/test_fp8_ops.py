@@ -9,7 +9,7 @@ from torch import Tensor
 
 import tpkernels as tpk
 from tpkernels.errors import ArgumentError, DTypeError, MismatchError, ShapeError
-from tpkernels.fp8.quantize import Quantized
+from tpkernels.fp8._quantize import Quantized
 from tpkernels.testing import RankContext, RankPool, assert_close_tiles
 
 WORLDS = (1, 2, 3, 4)

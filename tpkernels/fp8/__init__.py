@@ -8,6 +8,7 @@
 docs/fp8.md tells how to use it and what it costs.
 """
 
+from tpkernels.fp8._quantize import Quantized, quantize
 from tpkernels.fp8.api import (
     all_gather_matmul,
     matmul,
@@ -16,7 +17,6 @@ from tpkernels.fp8.api import (
     matmul_replicated,
     scaled_matmul,
 )
-from tpkernels.fp8.quantize import Quantized, quantize
 from tpkernels.fp8.recipe import Fp8Recipe
 
 __all__ = [

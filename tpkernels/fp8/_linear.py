@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tpkernels.fp8.quantize import Quantized, amax_of, quantize_by, scale_of
+from tpkernels.fp8._quantize import Quantized, amax_of, quantize_by, scale_of
 from tpkernels.fp8.recipe import Fp8Recipe
 from tpkernels.ops import _groups
 from tpkernels.ops._main_grad import Target

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from tpkernels import _extensions
 from tpkernels.errors import ArgumentError, BackendError, DeviceError, DTypeError, ShapeError
-from tpkernels.fp8.quantize import BLOCK, DTYPES, spread
+from tpkernels.fp8._quantize import BLOCK, DTYPES, spread
 from tpkernels.ops import _checks, _nvtx
 from tpkernels.ops._paths import FUSED, Choice, Request
 

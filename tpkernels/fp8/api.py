@@ -27,7 +27,7 @@ from tpkernels.errors import ArgumentError, DTypeError, ShapeError
 from tpkernels.fp8 import _ops as _register  # noqa: F401 - registers the ops
 from tpkernels.fp8 import _product
 from tpkernels.fp8._linear import Call, column, row
-from tpkernels.fp8.quantize import Quantized
+from tpkernels.fp8._quantize import Quantized
 from tpkernels.fp8.recipe import Fp8Recipe, RecipeLike, recipe_of
 from tpkernels.ops import _agreement, _checks, _groups, _main_grad, _paths
 from tpkernels.ops._groups import GroupLike, group_name_of

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from tpkernels.errors import ArgumentError, DTypeError
-from tpkernels.fp8.quantize import DTYPES
+from tpkernels.fp8._quantize import DTYPES
 
 __all__ = ["RECIPES", "Fp8Recipe", "RecipeLike", "recipe_of"]
 
