@@ -93,7 +93,7 @@ def _done(
     for sentence in warnings if _first() else []:
         print(f"bench: warning: {sentence}", file=sys.stderr)
     rows = records.Results(known.headers, [*known.rows, *lost]).latest()
-    names = ((suite.name, suite.baseline(_options(given, device, 1))) for suite in loaded)
+    names = ((suite.name, suite.baseline(_options(given, device, 1))) for suite in loaded if suite.twice)
     baselines = {(suite, name) for suite, name in names if name}
     return measured(rows, retry=given.retry, baselines=baselines)
 
@@ -214,6 +214,7 @@ def _options(given: argparse.Namespace, device: str, world: int) -> Options:
         ops=given.ops,
         tiles=given.tiles,
         sweep=given.sweep,
+        part=given.part,
         seed=given.seed,
         small=given.small or device == "cpu",
     )

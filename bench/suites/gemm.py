@@ -27,7 +27,7 @@ from .gemm_shapes import BLAS_LAYOUTS, EPILOGUES, LAYOUTS, OPS, Shape, select
 if TYPE_CHECKING:
     from ..context import Context
 
-__all__ = ["DTYPES", "ITEM_BYTES", "SUITE", "GemmSuite"]
+__all__ = ["DTYPES", "ITEM_BYTES", "SUITE", "GemmSuite", "wanted_tiles"]
 
 DTYPES = {"cuda": ("bfloat16", "float16"), "cpu": ("float32", "float64", "bfloat16")}
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -57,7 +57,7 @@ class GemmSuite(Suite):
     def variants(self, options: Options) -> Sequence[Variant]:
         base = self.baseline(options)
         found = [Variant(base, "peer", "torch.mm; with an epilogue, torch's operations one after another")]
-        tiles = _tiles(options)
+        tiles = wanted_tiles(options)
         if tiles:
             found.append(Variant("streamk", "ours", _OURS["streamk"]))
             return found + [Variant(name, "ours", "ours, forced") for name in tile_variants(tiles)]
@@ -89,7 +89,7 @@ class GemmSuite(Suite):
             seed=options.seed,
             small=options.small,
         )
-        wanted = ("matmul",) if _tiles(options) else options.ops or OPS
+        wanted = ("matmul",) if wanted_tiles(options) else options.ops or OPS
         shapes = [shape for shape in shapes if shape.op in wanted]
         return [_case(shape, dtype) for dtype in options.dtypes or known[:1] for shape in shapes]
 
@@ -142,7 +142,7 @@ class GemmSuite(Suite):
         return bars_text(rows)
 
 
-def _tiles(options: Options) -> tuple[str, ...]:
+def wanted_tiles(options: Options) -> tuple[str, ...]:
     """The tiles that --tiles names: groups of :data:`TILES`, "all" for those of the device's best kernel, or tiles."""
     known = [tile for group in TILES.values() for tile in group]
     found: list[str] = []

@@ -2,7 +2,8 @@
 
 Names of variants: ``streamk`` is what users get, the cost model's tile and schedule. ``streamk:SCHEDULE`` forces a
 schedule with the tile of that choice, ``streamk:data_parallel`` with the tile that is best for it, and
-``streamk:dp-same-tile`` is data-parallel with the tile of ``streamk``. ``streamk:SCHEDULE@TILE`` forces both.
+``streamk:dp-same-tile`` is data-parallel with the tile of ``streamk``. ``streamk:SCHEDULE@TILE`` forces both,
+``streamk@TILE`` is the cost model's schedule on that tile.
 """
 
 from __future__ import annotations
@@ -140,6 +141,8 @@ class Planner:
         if variant == "streamk":
             return Request()
         schedule, _, tile = variant.removeprefix("streamk:").partition("@")
+        if schedule == "streamk":
+            return Request("auto", 1, tile)
         if schedule == "data_parallel":
             return Request(schedule, 1, tile or self.tile_name(Request(schedule)))
         tile = tile or self.tile_name(Request())
