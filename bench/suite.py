@@ -176,7 +176,9 @@ class Suite(ABC):
     )
     track_memory: bool = False  # report peak memory of one call
     twice: bool = True  # the baseline is measured twice in every case, for the noise floor
-    brief: bool = False  # so many cases that a line for each is enough
+    brief: bool = (
+        False  # so many cases that each is one line, and that runs go on in their file without --resume
+    )
 
     def baseline(self, options: Options) -> str | None:
         """Name of the variant that ratios refer to; it is measured twice (see ``twice``). Pure."""

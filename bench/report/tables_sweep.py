@@ -111,6 +111,7 @@ def _statistics(groups: Sequence[Group], dtype: str) -> Table:
     caption = (
         f"{len(groups)} shapes, log-sampled. Above 1 ours is faster. "
         + (f"Compute-bound: more than {limit:.0f} flop/byte, as in the paper. " if limit else "")
+        + _taken(groups)
         + describe_noise(noise_floor(groups))
     )
     table = Table(f"sweep, {dtype}", columns, caption=caption)
@@ -127,6 +128,12 @@ def _statistics(groups: Sequence[Group], dtype: str) -> Table:
                 [Cell(name), Cell(str(stats.n)), *cells, Cell(percent(stats.won)), _lost(table, some, ours)]
             )
     return table
+
+
+def _taken(groups: Sequence[Group]) -> str:
+    """How often auto took our kernel, "" where rows do not say."""
+    took = [row.extra["took"] for g in groups if (row := g.timed(AUTO)) and "took" in row.extra]
+    return f"auto took our kernel in {percent(took.count('streamk') / len(took))} of them. " if took else ""
 
 
 def _lost(table: Table, groups: Sequence[Group], variant: str) -> Cell:

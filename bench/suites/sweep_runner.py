@@ -30,7 +30,7 @@ import tpkernels as tpk
 
 from .. import checks
 from ..lockstep import OK, DeviceLost, Outcome, Report, describe, together
-from ..measure import Budget, CaptureError, Series, interleave
+from ..measure import Budget, CaptureError, Key, Series, interleave
 from ..plan import Item, Job, blank_row
 from ..projections import Projection
 from ..records import Row, Stats
@@ -51,6 +51,7 @@ __all__ = ["AGAIN_EVERY", "SweepRunner"]
 AGAIN_EVERY = 10  # shapes: in these the baseline is measured twice
 _HEAVY_US = 12.0  # calls of products that long draw power that clocks depend on
 _SETTLE_US = 60_000.0
+_RESTLESS = 0.03  # (p80 - p20) / p50 of samples
 _CHECKED = 2  # buffer sets
 _PLAN = ("schedule", "tile_name", "tiles", "k_iters", "workers", "splits", "partial_tiles", "multiprocessors")
 
@@ -133,13 +134,7 @@ class SweepRunner:
         series = {(name, ""): entry.series for name, entry in ready.items() if entry.series is not None}
         try:
             self._settle(list(series.values()), rng)
-            stats = interleave(
-                series,
-                self.context,
-                self.budget,
-                rng,
-                lambda name: at(name.removesuffix(" again"), "time", 0.0),
-            )
+            stats = self._time(series, rng, lambda name: at(name.removesuffix(" again"), "time", 0.0))
             now = self.sampler.now()
         except Exception as error:
             traceback.print_exc(file=sys.stderr)
@@ -155,6 +150,9 @@ class SweepRunner:
         """Plan, run once, capture."""
         entry.launch = self._launch(case, name, entry, products)
         entry.series = self._series(entry.launch, len(products.sets))
+        if name == AUTO:
+            path = tpk.last_path()
+            entry.extra["took"] = path.gemm if path else ""
 
     def _series(self, launch: Callable[[int], object], copies: int) -> Series:
         cuda = self.context.cuda
@@ -208,6 +206,17 @@ class SweepRunner:
         m, n, k = (int(case.params[name]) for name in "mnk")
         # The Hopper kernel takes 16 bits; sampled sizes are multiples of 8, so that TMA can load them.
         return Planner.of(m, n, k, self.context.device, aligned=getattr(torch, case.dtype).itemsize == 2)
+
+    def _time(
+        self, series: dict[Key, Series], rng: random.Random, at: Callable[[str], object]
+    ) -> dict[Key, tuple[Stats, int]]:
+        """All in turn; where samples of one are far apart all are timed again, in twice as many rounds."""
+        stats = interleave(series, self.context, self.budget, rng, at)
+        if self.context.cuda and any(found.spread > _RESTLESS for found, _ in stats.values()):
+            fewest, most = self.budget.rounds
+            longer = replace(self.budget, rounds=(2 * fewest, 2 * most), total_us=2 * self.budget.total_us)
+            stats = interleave(series, self.context, longer, rng, at)
+        return stats
 
     def _settle(self, series: list[Series], rng: random.Random) -> None:
         """A heavy product's graphs in turn without pauses: after a while power decides at what clocks they run."""

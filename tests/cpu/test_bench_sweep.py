@@ -5,16 +5,18 @@ from __future__ import annotations
 import gc
 import itertools
 import math
+import random
 import subprocess
 import sys
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from bench import cli, measure
+from bench import cli, measure, resume, start
 from bench.bars import SWEEP_SEED, SWEEP_SHAPES
 from bench.checks import tolerance
 from bench.context import Context
@@ -23,7 +25,7 @@ from bench.measure import Budget, Series
 from bench.nvml import Sampler
 from bench.plan import Item, Job, Selection, Settings, measured, plan
 from bench.projections import Projection
-from bench.records import Row
+from bench.records import Header, Row, Stats, append
 from bench.suite import Options
 from bench.suites import sweep_runner
 from bench.suites.gemm_planner import SAME_TILE, Planner, Request
@@ -114,6 +116,32 @@ def test_neither_torch_nor_a_gpu_is_needed_to_list():
 def test_it_is_not_profiled():
     with pytest.raises(BenchError, match="bench gemm --sweep N --case NAME --profile"):
         SUITE.workload(SUITE.cases(CPU)[0], Context(CPU))
+
+
+def test_a_run_goes_on_in_its_file_on_the_same_card_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    planned: list[list[str]] = []
+    monkeypatch.setattr(start, "_run_all", lambda given, loaded, plans, *rest: planned.append(
+        [item.case for job in plans["sweep"] for item in job.items]) or 0)  # fmt: skip
+    monkeypatch.setattr(
+        resume, "present", lambda *_: {"cards": ["A"], "torch": "", "nccl": "", "commit": "", "dirty": None}
+    )
+    path = tmp_path / "r.jsonl"
+    command = ["sweep", "--device", "cpu", "--shapes", "6", "--out", str(path)]
+    names = [case.name for case in SUITE.cases(Options(device="cpu", small=True, sweep=6))]
+    assert cli.main(command) == 0 and planned.pop() == names
+    done = [Row("sweep", name, "matmul", variant, "ours", dtype="float32", run="r")
+            for name in names[:4] for variant in ("blas", *OURS)]  # fmt: skip
+    append(path, Header("r", "sweep", "", [], {"gpu": "A"}), *done)
+    assert cli.main(command) == 0 and planned.pop() == names[4:]
+    assert cli.main([*command, "--part", "3/3"]) == 0 and planned.pop() == names[4:]
+    assert cli.main([*command, "--part", "2/3"]) == 0 and planned.pop() == []
+    monkeypatch.setattr(
+        resume, "present", lambda *_: {"cards": ["B"], "torch": "", "nccl": "", "commit": "", "dirty": None}
+    )
+    assert cli.main(command) == 2 and not planned
+    assert "was measured on A, this is B; choose another file with --out" in capsys.readouterr().err
 
 
 # --- the check -----------------------------------------------------------------------------------------------
@@ -266,6 +294,7 @@ def test_every_row_is_timed_and_checked(dtype: str):
     plan_, same = rows["streamk"].extra["plan"], rows[SAME_TILE].extra["plan"]
     assert same["schedule"] == "data_parallel" and same["tile_name"] == plan_["tile_name"]
     assert plan_["predicted_us"] > 0 and rows["streamk"].extra["waves"] > 0
+    assert rows["auto"].extra["took"] == "blas"
     assert rows["auto"].extra["calls"] >= 1 and rows["auto"].extra["copies"] == 2
 
 
@@ -435,6 +464,23 @@ def test_the_l2_is_emptied_before_each_sample(monkeypatch: pytest.MonkeyPatch):
     order.clear()
     assert series.time()[0] == 500.0
     assert order == ["sleep", "flush", "event", "call", "call", "event"]
+
+
+def test_restless_samples_are_taken_again(monkeypatch: pytest.MonkeyPatch):
+    budgets: list[Budget] = []
+    spread = [0.05, 0.001]
+
+    def interleave(series: Any, context: Any, budget: Budget, rng: Any, at: Any) -> Any:
+        budgets.append(budget)
+        return {("streamk", ""): (Stats(100 - 100 * spread[len(budgets) - 1], 100, 100, 90, 8), 0)}
+
+    made = runner()
+    made.budget = sweep_runner.make_budget(cuda=True, quick=False, rounds=0)
+    monkeypatch.setattr(Context, "cuda", property(lambda self: True))
+    monkeypatch.setattr(sweep_runner, "interleave", interleave)
+    found = made._time({}, random.Random(0), lambda name: None)
+    assert found["streamk", ""][0].spread == pytest.approx(0.001)
+    assert [b.timed_rounds(1000.0) for b in budgets] == [12, 24]
 
 
 def test_a_failed_capture_spoils_neither_the_variants_after_it_nor_the_pool(monkeypatch: pytest.MonkeyPatch):

@@ -168,6 +168,18 @@ def test_every_table_is_there():
     assert suite_tables(rows, "sweep")[0].title == sweep_tables(rows)[0].title
 
 
+def test_how_often_auto_took_ours_is_told():
+    rows = of_times([8.0, 9.0])
+    assert "auto took" not in sweep_bars_tables(rows)[1].caption
+    rows = [
+        dataclasses.replace(r, extra={"took": "streamk" if "00000" in r.case else "cublas"})
+        if r.variant == "auto"
+        else r
+        for r in rows
+    ]
+    assert "auto took our kernel in 50 % of them." in sweep_bars_tables(rows)[1].caption
+
+
 def test_a_readme_names_bars_or_everything():
     rows = samples.sweep_rows(30)
     assert len(select(rows, "sweep-bars bfloat16")) == 2
