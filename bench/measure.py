@@ -15,6 +15,7 @@ from __future__ import annotations
 import gc
 import math
 import random
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +27,7 @@ import torch
 from .context import Context
 from .records import Stats
 
-__all__ = ["Budget", "CaptureError", "Key", "Series", "host_times", "interleave"]
+__all__ = ["Budget", "CaptureError", "Key", "Series", "host_times", "interleave", "levelled"]
 
 Key = tuple[str, str]  # variant, and part of it ("" for the whole)
 
@@ -156,8 +157,12 @@ def interleave(
     budget: Budget,
     rng: random.Random,
     at: Callable[[str], object],
+    *,
+    level: bool = False,
 ) -> dict[Key, tuple[Stats, int]]:
     """Time all series in turn. ``rng``: in the same state on every rank; ``at`` is told whose turn it is.
+
+    ``level``: without what slowed or sped up all of a round (:func:`levelled`).
 
     Returns:
         Times, and how many samples hold time that the host came too late by: they are left out if five others remain.
@@ -174,13 +179,24 @@ def interleave(
             if i >= warmup:
                 samples[key].append(sample)
     stats = {}
-    for key, values in samples.items():
-        us = context.slowest([us for us, _ in values])
-        late = context.slowest([late for _, late in values])
+    times = {key: context.slowest([us for us, _ in values]) for key, values in samples.items()}
+    for key, us in (levelled(times) if level else times).items():
+        late = context.slowest([late for _, late in samples[key]])
         in_time = [one for one, was_late in zip(us, late, strict=True) if not was_late]
         enough = len(in_time) >= _FEWEST_SAMPLES
         stats[key] = (Stats.of(in_time), 0) if enough else (Stats.of(us), len(us) - len(in_time))
     return stats
+
+
+def levelled(times: Mapping[Key, Sequence[float]]) -> dict[Key, list[float]]:
+    """Samples of each round over how much slower that round was for the series in the middle.
+
+    A round takes milliseconds, so a clock that wanders from one to the next wanders for all: their ratios do not.
+    """
+    usual = {key: statistics.median(values) for key, values in times.items()}
+    rounds = range(min(map(len, times.values())))
+    slower = [statistics.median(values[i] / usual[key] for key, values in times.items()) for i in rounds]
+    return {key: [values[i] / slower[i] for i in rounds] for key, values in times.items()}
 
 
 def host_times(

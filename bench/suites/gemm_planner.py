@@ -62,15 +62,24 @@ class Planner:
         device: "cpu", "sm80", "sm90" (the Hopper kernel) or "sm90-portable", as torch.ops.tpkernels.streamk_plan
             takes it.
         multiprocessors: of the GPU; 0 on the CPU, where a plan has a worker for each thread.
+        dtype: of the operands, where plans of the portable kernel depend on it ("float64"); "" for 16 bits.
     """
 
-    def __init__(self, m: int, n: int, k: int, device: str, multiprocessors: int = 0) -> None:
+    def __init__(
+        self, m: int, n: int, k: int, device: str, multiprocessors: int = 0, dtype: str = ""
+    ) -> None:
         self.size, self.device, self.multiprocessors = (m, n, k), device, multiprocessors
+        self._more = {"dtype": dtype} if dtype else {}
         self._plans: dict[tuple[Request, tuple[int, int, int]], dict[str, Any]] = {}
 
     @classmethod
-    def of(cls, m: int, n: int, k: int, device: torch.device, *, aligned: bool = True) -> Planner:
-        """For a device that is here. ``aligned``: TMA can load the operands, which the Hopper kernel needs."""
+    def of(
+        cls, m: int, n: int, k: int, device: torch.device, *, aligned: bool = True, dtype: str = ""
+    ) -> Planner:
+        """For a device that is here. ``aligned``: TMA can load the operands, which the Hopper kernel needs.
+
+        ``dtype``: of operands that are not of 16 bits, which the portable kernel takes.
+        """
         import torch
 
         from tpkernels import _extensions
@@ -78,9 +87,9 @@ class Planner:
         if device.type != "cuda":
             return cls(m, n, k, "cpu")
         properties = torch.cuda.get_device_properties(device)
-        hopper = properties.major == 9 and aligned and _extensions.is_loaded("_C_sm90a")
+        hopper = properties.major == 9 and aligned and not dtype and _extensions.is_loaded("_C_sm90a")
         architecture = "sm80" if properties.major == 8 else "sm90" if hopper else "sm90-portable"
-        return cls(m, n, k, architecture, properties.multi_processor_count)
+        return cls(m, n, k, architecture, properties.multi_processor_count, dtype)
 
     def plan(self, request: Request, size: tuple[int, int, int] | None = None) -> dict[str, Any]:
         """What the kernel makes of a request; ``size`` in place of the product's.
@@ -108,6 +117,7 @@ class Planner:
                 request.splits,
                 self.multiprocessors,
                 request.tile,
+                **self._more,
             )
         except RuntimeError as error:
             raise Skip(str(error).strip().partition("\n")[0]) from None

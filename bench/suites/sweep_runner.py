@@ -2,10 +2,11 @@
 
 Where the engine's time goes, and what is done here instead: inputs are views of one pool of random memory; graphs hold
 a millisecond of calls, not two, are captured without a garbage collection, and share their memory; 8 to 12 rounds after
-15 ms of warm-up (75 ms where power may limit clocks); no calls from the host; one check. What is the same: the variants
+15 ms of warm-up (55 ms where power may limit clocks); no calls from the host; one check. What is the same: the variants
 of a shape are CUDA graphs replayed in turn in random order behind a sleep of the GPU, operands rotate through more than
 three L2 caches (small ones: and the L2 is emptied before each sample), medians count, and the baseline is measured
-twice, in every tenth shape.
+twice, in every tenth shape. Samples are levelled by rounds (:func:`bench.measure.levelled`): after so short a warm-up
+power still moves the clocks.
 
 The check comes last, on poisoned outputs of a replay of the timed graph: no NaN in any buffer set, and all of two sets,
 others for each shape, against float64 (:mod:`bench.projections`).
@@ -50,7 +51,7 @@ __all__ = ["AGAIN_EVERY", "SweepRunner"]
 
 AGAIN_EVERY = 10  # shapes: in these the baseline is measured twice
 _HEAVY_US = 12.0  # calls of products that long draw power that clocks depend on
-_SETTLE_US = 60_000.0
+_SETTLE_US = 40_000.0
 _RESTLESS = 0.03  # (p80 - p20) / p50 of samples
 _CHECKED = 2  # buffer sets
 _PLAN = ("schedule", "tile_name", "tiles", "k_iters", "workers", "splits", "partial_tiles", "multiprocessors")
@@ -204,18 +205,19 @@ class SweepRunner:
 
     def _planner(self, case: Case) -> Planner:
         m, n, k = (int(case.params[name]) for name in "mnk")
-        # The Hopper kernel takes 16 bits; sampled sizes are multiples of 8, so that TMA can load them.
-        return Planner.of(m, n, k, self.context.device, aligned=getattr(torch, case.dtype).itemsize == 2)
+        # Sampled sizes are multiples of 8, so that TMA can load operands of 16 bits.
+        wide = getattr(torch, case.dtype).itemsize > 2
+        return Planner.of(m, n, k, self.context.device, dtype=case.dtype if wide else "")
 
     def _time(
         self, series: dict[Key, Series], rng: random.Random, at: Callable[[str], object]
     ) -> dict[Key, tuple[Stats, int]]:
         """All in turn; where samples of one are far apart all are timed again, in twice as many rounds."""
-        stats = interleave(series, self.context, self.budget, rng, at)
+        stats = interleave(series, self.context, self.budget, rng, at, level=True)
         if self.context.cuda and any(found.spread > _RESTLESS for found, _ in stats.values()):
             fewest, most = self.budget.rounds
             longer = replace(self.budget, rounds=(2 * fewest, 2 * most), total_us=2 * self.budget.total_us)
-            stats = interleave(series, self.context, longer, rng, at)
+            stats = interleave(series, self.context, longer, rng, at, level=True)
         return stats
 
     def _settle(self, series: list[Series], rng: random.Random) -> None:

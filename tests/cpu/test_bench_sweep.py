@@ -105,6 +105,19 @@ def test_tiles_are_forced_with_the_schedules_that_the_planner_chooses_from():
     assert planner.request("streamk@128x256x64/2x1") == Request("auto", 1, "128x256x64/2x1")
 
 
+def test_plans_of_wide_dtypes_are_the_portable_kernels(monkeypatch: pytest.MonkeyPatch):
+    asked: list[dict[str, str]] = []
+
+    def streamk_plan(*arguments: Any, **more: str) -> Any:
+        asked.append({"device": arguments[4], **more})
+        return "data_parallel", [64, 64, 16, 4, 4, 4, 1, 0, 1, 1], 1.0
+
+    monkeypatch.setattr(torch.ops.tpkernels, "streamk_plan", streamk_plan)
+    Planner(128, 128, 128, "sm90-portable", 132, "float64").plan(Request())
+    Planner(128, 128, 128, "sm90", 132).plan(Request())
+    assert asked == [{"device": "sm90-portable", "dtype": "float64"}, {"device": "sm90"}]
+
+
 def test_neither_torch_nor_a_gpu_is_needed_to_list():
     code = (
         "import sys; from bench.suites.sweep import SUITE; from bench.suite import Options; o = Options(sweep=2)\n"
@@ -466,11 +479,25 @@ def test_the_l2_is_emptied_before_each_sample(monkeypatch: pytest.MonkeyPatch):
     assert order == ["sleep", "flush", "event", "call", "call", "event"]
 
 
+def test_rounds_are_levelled_and_what_one_series_does_alone_stays():
+    clock = [1.0, 1.1, 0.9, 1.0, 1.05]
+    times = {
+        ("a", ""): [10 * c for c in clock],
+        ("b", ""): [20 * c for c in clock],
+        ("c", ""): [30 * c for c in clock],
+    }
+    times["c", ""][2] *= 2
+    level = measure.levelled(times)
+    assert level["a", ""] == pytest.approx([10.0] * 5) and level["b", ""] == pytest.approx([20.0] * 5)
+    assert level["c", ""] == pytest.approx([30 / 1.05, 30 / 1.05, 60 / 1.05, 30 / 1.05, 30 / 1.05], rel=0.06)
+
+
 def test_restless_samples_are_taken_again(monkeypatch: pytest.MonkeyPatch):
     budgets: list[Budget] = []
     spread = [0.05, 0.001]
 
-    def interleave(series: Any, context: Any, budget: Budget, rng: Any, at: Any) -> Any:
+    def interleave(series: Any, context: Any, budget: Budget, rng: Any, at: Any, level: bool) -> Any:
+        assert level
         budgets.append(budget)
         return {("streamk", ""): (Stats(100 - 100 * spread[len(budgets) - 1], 100, 100, 90, 8), 0)}
 
