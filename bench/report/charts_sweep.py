@@ -156,13 +156,13 @@ def _told(points: Sequence[Point]) -> str:
 
 
 def _dots(picture: Picture, axis: Any, points: Sequence[Point], color: str) -> None:
-    """One object for all: a thousand with tooltips would be a megabyte. The extremes have tooltips."""
+    """One object for all: a thousand with tooltips would be a megabyte. Over the extremes lie invisible ones that have."""
     axis.scatter(
         [p[0] for p in points], [p[1] for p in points], s=11, lw=0, color=COLORS[color], alpha=0.55, zorder=2
     )
     ranked = sorted(points, key=lambda p: p[1])
     for x, y, group, row in ranked[:20] + ranked[20:][-20:]:
-        (dot,) = axis.plot([x], [y], "o", ms=3.7, mew=0, color=COLORS[color], zorder=3)
+        (dot,) = axis.plot([x], [y], "o", ms=5, mew=0, color=COLORS[color], alpha=0, zorder=3)
         picture.tip(dot, tooltip(group, row))
 
 
