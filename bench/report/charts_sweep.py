@@ -156,7 +156,7 @@ def _told(points: Sequence[Point]) -> str:
 
 
 def _dots(picture: Picture, axis: Any, points: Sequence[Point], color: str) -> None:
-    """One object for all: a thousand with tooltips would be a megabyte. Over the extremes lie invisible ones that have."""
+    """One object for all: a thousand with tooltips would be a megabyte. Invisible ones over the extremes have them."""
     axis.scatter(
         [p[0] for p in points], [p[1] for p in points], s=11, lw=0, color=COLORS[color], alpha=0.55, zorder=2
     )
