@@ -1,9 +1,8 @@
 """Constants of the Hopper cost model from measured rows: ``python -m bench fit RESULT.jsonl``.
 
-Rows of the suites ``gemm`` and ``sweep`` count that are right, plain products and of the Hopper kernel; ``--tiles``
-measures them on every tile. The model is the library's own (csrc/kernels/sm90a/cost.hpp), so what is fitted is what
-plans with. Coordinate descent on the logarithms of all constants; by how many rows each is fitted is told, and by none
-it stays as it is.
+Rows of suite ``gemm`` count that are right, plain products and of the Hopper kernel; ``--tiles`` measures them on every
+tile. The model is the library's own (csrc/kernels/sm90a/cost.hpp), so what is fitted is what plans with. Coordinate
+descent on the logarithms of all constants; by how many rows each is fitted is told, and by none it stays as it is.
 
 Two figures matter. *Error* is how far predicted times lie from measured ones. *Regret* is what the model's pick of
 each case costs beside the fastest variant measured: a model may be wrong about all times and still pick right.
@@ -22,7 +21,6 @@ from typing import Any, NamedTuple, TextIO
 
 from .errors import BenchError
 from .records import Row, geomean, load
-from .report.analysis import percentile
 
 __all__ = ["Sample", "Score", "cross_validate", "fit", "run", "samples_of", "score"]
 
@@ -41,20 +39,16 @@ class Sample(NamedTuple):
 
 
 class Score(NamedTuple):
-    """Median, 90th percentile and rms of |log(predicted / measured)|.
-
-    Then mean and worst regret of the cases with several plans, and how many they are.
-    """
+    """Median and rms of |log(predicted / measured)|; mean and worst regret of the cases with several plans."""
 
     median: float
-    p90: float
     rms: float
     regret: float
     worst: float
     cases: int
 
     def __str__(self) -> str:
-        error = f"error {self.median:.1%} median, {self.p90:.1%} 90th percentile, {self.rms:.1%} rms"
+        error = f"error {self.median:.1%} median, {self.rms:.1%} rms"
         return f"{error}; regret {self.regret:.3f}x, worst {self.worst:.3f}x, of {self.cases} cases"
 
 
@@ -67,14 +61,8 @@ def samples_of(rows: Sequence[Row]) -> tuple[list[Sample], int]:
     for row in rows:
         made = row.extra.get("plan") or {}
         tile, sms = made.get("tile_name"), made.get("multiprocessors", 0)
-        plain = (row.op, row.status, row.role) == ("matmul", "ok", "ours")
-        if (
-            row.suite not in ("gemm", "sweep")
-            or not plain
-            or row.us is None
-            or tile not in _host.HOPPER_TILES
-            or sms < 1
-        ):
+        plain = (row.op, row.status, row.role) == ("matmul", "ok", "ours") and row.suite in ("gemm", "sweep")
+        if not plain or row.us is None or tile not in _host.HOPPER_TILES or sms < 1:
             continue
         size = (int(row.params["m"]), int(row.params["n"]), int(row.params["k"]))
         ask = dict(schedule=made["schedule"], splits=made["splits"], tile=tile, multiprocessors=sms)
@@ -104,8 +92,7 @@ def _score(told: Sequence[tuple[str, float, float]]) -> Score:
     regrets = [min(p)[1] / min(us for _, us in p) for p in cases.values() if len(p) > 1]
     rms = math.sqrt(statistics.fmean(e * e for e in errors))
     mean, worst = geomean(regrets or [1]) or 1, max(regrets, default=1)
-    p90 = percentile(errors, 90)
-    return Score(statistics.median(errors), p90, rms, mean, worst, len(regrets))
+    return Score(statistics.median(errors), rms, mean, worst, len(regrets))
 
 
 def fit(samples: Sequence[Sample], start: Cost) -> Cost:
@@ -147,9 +134,8 @@ def run(files: Sequence[Path], *, folds: bool = True, stdout: TextIO = sys.stdou
     samples, changed = samples_of([row for file in files for row in load(file).rows])
     if len({s.case for s in samples}) < _FOLDS:
         raise BenchError(
-            f"fit: expected right rows of the Hopper kernel from at least {_FOLDS} shapes of suite gemm or sweep, got "
-            f"{len(samples)} rows ({changed} more have another plan now); measure some: python -m bench gemm --tiles, "
-            "or bench sweep --tiles --shapes 60"
+            f"fit: expected right rows of the Hopper kernel from at least {_FOLDS} shapes of suite gemm, got "
+            f"{len(samples)} rows ({changed} more have another plan now); measure some: python -m bench gemm --tiles"
         )
     now = _host.hopper_cost()
     fitted = fit(samples, now)
