@@ -311,3 +311,16 @@ def test_files_are_judged_dtype_by_dtype(tmp_path: Path, capsys: pytest.CaptureF
     path = samples.write(tmp_path / "few.jsonl", samples.sweep_rows(3))
     assert main(["fit-auto", str(path)]) == 2
     assert "expected at least 10 shapes" in capsys.readouterr().err
+
+
+def test_the_model_is_fitted_to_the_sweep_too():
+    from test_bench_fit import made_row
+
+    from bench.fit import samples_of
+
+    tile = "128x128x64/1x2"
+    rows = [
+        made_row(SIZE, tile, "data_parallel", 30.0, suite=suite) for suite in ("gemm", "sweep", "overlap")
+    ]
+    samples_, changed = samples_of(rows)
+    assert [s.us for s in samples_] == [30.0, 30.0] and changed == 0
