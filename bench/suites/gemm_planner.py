@@ -65,6 +65,8 @@ class Planner:
 
     def __init__(self, m: int, n: int, k: int, device: str, multiprocessors: int = 0) -> None:
         self.size, self.device, self.multiprocessors = (m, n, k), device, multiprocessors
+        self.batch = 1
+        self.group_sizes: tuple[int, ...] = ()  # of a grouped product; m is their sum
         self._plans: dict[tuple[Request, tuple[int, int, int]], dict[str, Any]] = {}
 
     @classmethod
@@ -97,9 +99,10 @@ class Planner:
 
         import tpkernels  # noqa: F401  (loads the ops)
 
+        own = size == self.size
         try:
             kind, numbers, predicted_us = torch.ops.tpkernels.streamk_plan(
-                1,
+                self.batch if own else 1,
                 *size,
                 self.device,
                 request.schedule,
@@ -107,6 +110,7 @@ class Planner:
                 request.splits,
                 self.multiprocessors,
                 request.tile,
+                group_sizes=self.group_sizes if own else (),
             )
         except RuntimeError as error:
             raise Skip(str(error).strip().partition("\n")[0]) from None

@@ -182,7 +182,7 @@ void run(const GemmCall& c, const tpk::sm80::DeviceFacts& facts, tpk::ops::Works
 }
 
 // All groups in one launch of the Hopper kernel, or as few as there can be. False if it is not here, or
-// refuses them.
+// refuses one: all have to be made in another way.
 bool run_groups(GemmCall c, const tpk::sm80::DeviceFacts& facts, const std::vector<int64_t>& sizes,
                 tpk::ops::Workspace workspace) {
   const GemmEntry hopper = facts.major == 9 && facts.minor == 0 ? hopper_entry.load() : nullptr;
@@ -193,7 +193,7 @@ bool run_groups(GemmCall c, const tpk::sm80::DeviceFacts& facts, const std::vect
     c.groups = &groups;
     char message[1024] = "";
     const GemmOutcome outcome = hopper(c, stream, workspace.allocator(), message, sizeof message);
-    if (outcome == GemmOutcome::kRefused) return false;  // all calls or none: they have the same operands
+    if (outcome == GemmOutcome::kRefused) return false;
     REQUIRE(outcome == GemmOutcome::kDone, static_cast<const char*>(message));
   }
   return true;

@@ -40,6 +40,8 @@ pytestmark = pytest.mark.gpu1
 OPS = torch.ops.tpkernels
 
 SIZES = [0, 1, 7, 64, 129, 1000, 0, 320]
+# Where M is contiguous in a, TMA loads groups that begin at multiples of 8 rows.
+EIGHTHS = [0, 8, 64, 136, 1000, 0, 320, 1]
 
 
 def grouped(a: Tensor, b: Tensor, out: Tensor, sizes: Sequence[int], **options: Any) -> None:
@@ -71,7 +73,7 @@ def test_values(tile: str, cluster: str, generator: torch.Generator) -> None:
             )
         ):
             dtype, out_dtype = next(kinds)
-            sizes = SIZES[i % 3 :] + SIZES[: i % 3]
+            sizes = EIGHTHS if layouts[0] == "cols" else SIZES[i % 3 :] + SIZES[: i % 3]
             a, b = draw(sizes, n, k, layouts, dtype=dtype, generator=generator)
             out = output((sum(sizes), n), out_dtype, ["rows", "rows_odd"][i % 5 == 0])
             with failures.case(f"{layouts} N {n} K {k} {dtype} to {out_dtype}, {plan}"):
@@ -216,3 +218,39 @@ def test_it_is_one_launch(generator: torch.Generator) -> None:
         grouped(a, b, filled(428, 512, dtype=torch.bfloat16), sizes, schedule="data_parallel")
         torch.cuda.synchronize()
     assert [e.count for e in profile.key_averages() if "streamk_gemm_kernel" in e.key] == [1]
+
+
+@hopper_only
+def test_path_auto(generator: torch.Generator) -> None:
+    """Ours where the kernel loads the operands, else the library, with the same results."""
+    sizes, n, k = [64, 8, 129], 136, 264
+    a = integers(201, k, dtype=torch.bfloat16, generator=generator)
+    b = integers(3, k, n, dtype=torch.bfloat16, generator=generator)
+    want = exact(a, b, sizes)
+    odd = embed(a[None], "rows_odd")[0]
+    for left, right, which, path in [
+        (a, b, sizes, "streamk"),
+        (a, b.mT.contiguous().mT, sizes, "streamk"),
+        (a.t().contiguous().t(), b, sizes, "cublas"),
+        (odd, b, sizes, "cublas"),
+        (a, embed(b, "strided"), sizes, "cublas"),
+        (a, b, [201, 0, 0], "cublas"),
+    ]:
+        got = tpk.grouped_matmul(left, right, which, out_dtype=torch.float32)
+        record = tpk.last_path()
+        assert record is not None and record.path == path
+        assert torch.equal(got.double(), want if which == sizes else a.double() @ b[0].double())
+        assert tpk.explain("grouped_matmul", left, right, which).path == path
+
+
+@hopper_only
+def test_groups_that_begin_anywhere_where_m_is_contiguous(generator: torch.Generator) -> None:
+    """Another kernel makes them, unless a tile of the Hopper kernel was asked for."""
+    a, b = draw(SIZES, 264, 512, ("cols", "rows"), dtype=torch.bfloat16, generator=generator)
+    out = output((sum(SIZES), 264), torch.float32)
+    grouped(a, b, out.tensor, SIZES)
+    different = differences(out.tensor, exact(a, b, SIZES).float())
+    assert not different, different
+    out.check("out")
+    with pytest.raises(RuntimeError, match="cannot be loaded by TMA"):
+        grouped(a, b, out.tensor, SIZES, tile="128x256x64")

@@ -1,7 +1,9 @@
 """``tpkernels::grouped_matmul`` and its weight gradient: rows in groups, each multiplied by a weight of its own.
 
 Who multiplies: "streamk" is one call of the kernels for all groups, one launch on Hopper (up to 64 groups that have
-rows); "cublas" and "blas" are a product of the library for each group.
+rows); "cublas" and "blas" are a product of the library for each group. Path "auto" takes the former on Hopper, for
+operands that its kernel loads. The weight gradient is a product for each group on every path: each has a K of its own,
+and mostly tiles enough to fill the device.
 """
 
 from __future__ import annotations
@@ -153,7 +155,7 @@ def _implementation(
     path: str,
 ) -> list[Tensor]:
     dtype = _validate(a, b, bias, group_sizes, activation, out_dtype)
-    choice = choose(path, a)
+    choice = choose_grouped(path, a.device, a, b, group_sizes)
     out = a.new_empty(a.shape[0], b.shape[2], dtype=dtype)
     preact = torch.empty_like(out) if return_preact else None
     with _nvtx.phase("product", choice.gemm):
@@ -166,8 +168,35 @@ def _implementation(
     return [out] if preact is None else [out, preact]
 
 
-def choose(path: str, a: Tensor) -> _paths.Choice:
-    return _paths.choose_gemm(_paths.parse(path, a.device.type, distributed=False), a.device.type, a.dtype)
+def choose(path: str, device: torch.device, dtype: torch.dtype) -> _paths.Choice:
+    """Who makes a product for each group."""
+    return _paths.choose_gemm(_paths.parse(path, device.type, distributed=False), device.type, dtype)
+
+
+def choose_grouped(
+    path: str, device: torch.device, a: Tensor, b: Tensor, sizes: Sequence[int]
+) -> _paths.Choice:
+    """Who multiplies ``a`` and ``b`` on that device.
+
+    One launch of our kernel took 0.70 to 1.03 times as long as torch.mm for each group, over ten lists of 8 to 64
+    groups of models, bfloat16, on one H200 (docs/grouped.md).
+    """
+    choice = choose(path, device, a.dtype)
+    if choice.gemm != "cublas" or not _paths.parse(path, device.type, distributed=False).open:
+        return choice
+    hopper = _plans.machine_of(device.type, device).architecture == "sm90"
+    if not hopper or _paths.streamk_missing(device.type, a.dtype) is not None:
+        return choice
+    if sum(size > 0 for size in sizes) < 2 or not (_has_rows(a) and (_has_rows(b) or _has_rows(b.mT))):
+        return choice
+    return _paths.Choice("streamk", "one launch for all groups; path='cublas' takes a product for each")
+
+
+def _has_rows(x: Tensor) -> bool:
+    """Whether TMA can load it by rows: contiguous, and beginning at multiples of 16 bytes. For elements of 2 bytes."""
+    pitched = ((x.stride(d) % 8 == 0 and x.stride(d) > 0) or x.shape[d] <= 1 for d in range(x.dim() - 1))
+    aligned = x.is_meta or x.data_ptr() % 16 == 0
+    return x.numel() > 0 and aligned and (x.stride(-1) == 1 or x.shape[-1] == 1) and all(pitched)
 
 
 def _by_library(
@@ -290,7 +319,7 @@ def _validate_grad(a: Tensor, dy: Tensor, sizes: Sequence[int]) -> None:
 
 def _grad(a: Tensor, dy: Tensor, group_sizes: list[int], transposed: bool, path: str) -> Tensor:
     _validate_grad(a, dy, group_sizes)
-    choice = choose(path, a)
+    choice = choose(path, a.device, a.dtype)
     left, right = (dy, a) if transposed else (a, dy)
     made = a.new_empty(len(group_sizes), left.shape[1], right.shape[1])
     for group, size in enumerate(group_sizes):
@@ -343,7 +372,7 @@ def _validate_accumulate(a: Tensor, dy: Tensor, acc: Tensor, sizes: Sequence[int
 def _accumulate(a: Tensor, dy: Tensor, acc: Tensor, group_sizes: list[int], path: str) -> None:
     _validate_accumulate(a, dy, acc, group_sizes)
     _checks.check_no_overlap("acc", acc, [("a", a), ("dy", dy)])
-    choice = choose(path, a)
+    choice = choose(path, a.device, a.dtype)
     for group, rows in spans(group_sizes):
         _gemm.accumulate(choice, a[rows].t(), dy[rows], acc[group])
     detail = f"{_gemm.describe(a.t(), dy)} in {len(group_sizes)} groups of K, a product for each"

@@ -121,6 +121,9 @@ def explain(op: str, a: Any, b: Any, group: _groups.GroupLike = None, **options:
     whole = torch.empty(shape, dtype=operand.dtype, device="meta")
     prefix, wire, transfers, decision, way = "", 0, "", None, None
     choice = _paths.choose_gemm(request, device, operand.dtype)
+    if op == "grouped_matmul":
+        place, path = _place(operand, device), options.get("path", "auto")
+        choice = _grouped.choose_grouped(path, place, operand, weight, sizes_of_groups)
     if members is not None and members.world > 1 and op != "matmul_replicated":
         transport = _groups.transport_of(members, torch.device(device), "a")
         if op in described.OPS:

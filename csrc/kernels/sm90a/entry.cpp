@@ -69,6 +69,12 @@ Operands read_operands(const GemmCall& c) {
   };
   o.a = take_operand("a", view_a(c.a, p.k));
   o.b = take_operand("b", view_b(c.b, p.k));
+  if (c.groups != nullptr && o.a.major == Major::kOuter) {
+    for (int32_t i = 0; i < c.groups->count; ++i) {  // TMA's boxes begin at multiples of 16 bytes
+      if (c.groups->rows[i].begin % 8 != 0)
+        throw Refusal{"every group must begin at a multiple of 8 rows where a has M contiguous."};
+    }
+  }
   for (int i = 0; i < c.num_more; ++i) {
     if (c.more[i].k == 0) throw Refusal{"K of a pair is 0, which leaves nothing to load."};
     o.more[i].a = take_operand("a of another pair", view_a(c.more[i].a, c.more[i].k));
