@@ -191,6 +191,7 @@ inline std::vector<GemmPlan> candidates(const Problem& p, std::string_view sched
                                         const Residency& residency, const Ranks& ranks = {},
                                         const GroupedRows* groups = nullptr) {
   std::vector<GemmPlan> found;
+  found.reserve(kNumTiles * kNumClusterShapes);
   bool named = false;
   bool unsafe = false;
   for (int t = 0; t < kNumTiles; ++t) {
