@@ -27,6 +27,7 @@ from tpkernels.ops.api import (
     matmul_replicated,
 )
 from tpkernels.ops.explain import Explanation, explain
+from tpkernels.ops.grouped import grouped_matmul
 
 __all__ = [
     "Explanation",
@@ -39,6 +40,7 @@ __all__ = [
     "enable_async_tp",
     "errors",
     "explain",
+    "grouped_matmul",
     "last_path",
     "matmul",
     "matmul_all_reduce",

@@ -70,6 +70,8 @@ class Planner:
     ) -> None:
         self.size, self.device, self.multiprocessors = (m, n, k), device, multiprocessors
         self._more = {"dtype": dtype} if dtype else {}
+        self.batch = 1
+        self.group_sizes: tuple[int, ...] = ()  # of a grouped product; m is their sum
         self._plans: dict[tuple[Request, tuple[int, int, int]], dict[str, Any]] = {}
 
     @classmethod
@@ -107,9 +109,10 @@ class Planner:
 
         import tpkernels  # noqa: F401  (loads the ops)
 
+        own = size == self.size
         try:
             kind, numbers, predicted_us = torch.ops.tpkernels.streamk_plan(
-                1,
+                self.batch if own else 1,
                 *size,
                 self.device,
                 request.schedule,
@@ -118,6 +121,7 @@ class Planner:
                 self.multiprocessors,
                 request.tile,
                 **self._more,
+                group_sizes=self.group_sizes if own else (),
             )
         except RuntimeError as error:
             raise Skip(str(error).strip().partition("\n")[0]) from None
