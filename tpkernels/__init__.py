@@ -8,13 +8,14 @@ Operations are documented in :mod:`tpkernels.ops.api`, layers in :mod:`tpkernels
 :mod:`tpkernels.errors`.
 """
 
-from tpkernels import errors
+from tpkernels import errors, fp8
 from tpkernels._extensions import status
 from tpkernels._version import __version__
 from tpkernels.comm.calibrate import calibrate
 from tpkernels.comm.choice import Machine
 from tpkernels.comm.faults import synchronize
 from tpkernels.comm.reserve import reserve
+from tpkernels.fp8 import Fp8Recipe, quantize, scaled_matmul
 from tpkernels.integrations.async_tp import enable_async_tp
 from tpkernels.ops import regions
 from tpkernels.ops._groups import shard_sizes
@@ -31,6 +32,7 @@ from tpkernels.ops.grouped import grouped_matmul
 
 __all__ = [
     "Explanation",
+    "Fp8Recipe",
     "Machine",
     "PathLog",
     "PathRecord",
@@ -40,15 +42,18 @@ __all__ = [
     "enable_async_tp",
     "errors",
     "explain",
+    "fp8",
     "grouped_matmul",
     "last_path",
     "matmul",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
     "matmul_replicated",
+    "quantize",
     "record_paths",
     "regions",
     "reserve",
+    "scaled_matmul",
     "shard_sizes",
     "status",
     "synchronize",

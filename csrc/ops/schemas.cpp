@@ -40,6 +40,28 @@ STABLE_TORCH_LIBRARY(tpkernels, m) {
       "matmul_all_reduce(Tensor[] a, Tensor[] b, Tensor? bias, Tensor? residual, str group_name, "
       "ScalarType? out_dtype, str path) -> Tensor");
 
+  // Products of FP8 operands with the float32 scales that they were divided by (tpkernels/fp8/_quantize.py),
+  // and the three with a collective: what is gathered travels in FP8, sums travel in out_dtype. a [..., K], b
+  // [K, N]; scale_a of one element, [..., 1] or [..., ceil(K / 128)]; scale_b of one, [1, N], [ceil(K / 128),
+  // N] or [ceil(K / 128), ceil(N / 128)]. fast_accumulation: sums are not promoted to float32 every 128 of K.
+  // No gradients. all_gather_scaled_matmul returns the products, then, if asked for, what was gathered: data,
+  // scale.
+  m.def(
+      "scaled_matmul(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias, ScalarType out_dtype, "
+      "bool fast_accumulation, str path) -> Tensor");
+  m.def(
+      "all_gather_scaled_matmul(Tensor a_shard, Tensor scale_a, Tensor[] bs, Tensor[] scale_bs, "
+      "Tensor[] biases, int[] bias_of, int gather_dim, SymInt[]? shard_sizes, str group_name, "
+      "ScalarType out_dtype, bool fast_accumulation, bool return_gathered, str path) -> Tensor[]");
+  m.def(
+      "scaled_matmul_reduce_scatter(Tensor[] a, Tensor[] b, Tensor[] scale_a, Tensor[] scale_b, Tensor? "
+      "bias, "
+      "Tensor? residual, int scatter_dim, SymInt[]? shard_sizes, str group_name, ScalarType out_dtype, "
+      "bool fast_accumulation, str path) -> Tensor");
+  m.def(
+      "scaled_matmul_all_reduce(Tensor[] a, Tensor[] b, Tensor[] scale_a, Tensor[] scale_b, Tensor? bias, "
+      "Tensor? residual, str group_name, ScalarType out_dtype, bool fast_accumulation, str path) -> Tensor");
+
   // Gradients of the two, those that are wanted in the order of the arguments: products with what is gathered
   // read it where it came to.
   m.def(

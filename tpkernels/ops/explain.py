@@ -12,12 +12,14 @@ from torch import Tensor
 from tpkernels.comm import auto, described, small
 from tpkernels.comm.auto import Asked
 from tpkernels.errors import ArgumentError
+from tpkernels.fp8 import api as fp8
 from tpkernels.ops import _collectives, _gemm, _grouped, _groups, _paths, _plans, api
 from tpkernels.ops._arrays import tensor
 from tpkernels.ops.grouped import grouped_matmul
 
 _LOCAL = ("matmul", "grouped_matmul")
 _OPS = (*_LOCAL, "all_gather_matmul", "matmul_replicated", "matmul_reduce_scatter", "matmul_all_reduce")
+_SCALED = "scaled_matmul"
 _SHOWN = 6  # plans that an explanation lists
 
 
@@ -85,7 +87,8 @@ def explain(op: str, a: Any, b: Any, group: _groups.GroupLike = None, **options:
 
     Args:
         op: "matmul", "grouped_matmul", "all_gather_matmul", "matmul_replicated", "matmul_reduce_scatter" or
-            "matmul_all_reduce".
+            "matmul_all_reduce"; or "scaled_matmul", whose operands are what ``tpkernels.quantize`` returns, and which
+            has no plan here.
         a: left operand, or a list of them, as the operation takes it.
         b: weight, or a list of weights.
         group: process group of a distributed operation; of "grouped_matmul" its ``group_sizes``, which may also be
@@ -97,8 +100,11 @@ def explain(op: str, a: Any, b: Any, group: _groups.GroupLike = None, **options:
         TypeError: an option that the operation does not have.
         TpkError: whatever the operation itself would raise, ``BackendError`` included.
     """
+    if op == _SCALED:
+        place = _place(a.data, _device_type(a.data, None))
+        return Explanation(op, *fp8.foresee(a, b, place, **options), wire_bytes=0)
     if op not in _OPS:
-        raise ArgumentError(f"op: expected one of {', '.join(_OPS)}, got {op!r}.")
+        raise ArgumentError(f"op: expected one of {', '.join((*_OPS, _SCALED))}, got {op!r}.")
     operand, weight = _tensors("a", a)[0], _tensors("b", b)[0]
     sizes_of_groups: tuple[int, ...] = ()
     groups: tuple[Any, ...] = () if op == "matmul" else (group,)
