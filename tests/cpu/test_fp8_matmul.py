@@ -162,7 +162,7 @@ def test_opcheck() -> None:
             before = [x.clone() for x in arguments[:4]]
             torch.library.opcheck(op, arguments, test_utils=("test_autograd_registration", "test_faketensor"))
             for x, was in zip(arguments[:4], before, strict=True):
-                assert torch.equal(x.view(torch.uint8), was.view(torch.uint8))
+                assert torch.equal(x.float(), was.float())
 
 
 # Layers on one rank

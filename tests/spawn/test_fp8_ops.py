@@ -168,6 +168,14 @@ def check_row(ctx: RankContext, name: str) -> None:
             assert_close_tiles(w.grad, dy_t @ x_t.t(), F32, k=dy[..., 0].numel(), slack=4, name=f"{note} w")
             torch.testing.assert_close(c.grad, dy.flatten(0, -2).sum(0), rtol=1e-5, atol=1e-3)
             assert torch.equal(r.grad, grad)
+            alone = w.detach().clone().requires_grad_()  # the weight's gradient, where nobody wants that of x
+            if cut:
+                place = {"scatter_dim": dim, "shard_sizes": None if even else sizes}
+                out = tpk.fp8.matmul_reduce_scatter(xs[rank], alone.t(), ctx.group, **place, recipe=recipe)
+            else:
+                out = tpk.fp8.matmul_all_reduce(xs[rank], alone.t(), ctx.group, recipe=recipe)
+            out.backward(grad)
+            assert torch.equal(alone.grad, w.grad)
 
 
 @pytest.mark.parametrize("check", [check_column, check_row])

@@ -169,9 +169,10 @@ class _Column(torch.autograd.Function):
                 rights, scales = _weights(call, [bs[i] for i in present], [of_bs[i] for i in present], True)
                 grad_x = _sum(ctx, call, [q.data for q in dqs], rights, [q.scale for q in dqs], scales)
             if any(need[2 + i] for i in present):
-                x_t = _operand(ctx, call, *saved[-n - 2 : -n]).transposed(
-                    round_scales_to_power_of_2=recipe.power_of_2
-                )
+                x_q = Quantized(saved[-n - 2], saved[-n - 1], recipe.operand_scaling)
+                if call.cut and not ctx.gathered:
+                    x_q = _gathered(call, x_q, call.sizes)
+                x_t = x_q.transposed(round_scales_to_power_of_2=recipe.power_of_2)
                 for i, dy, dq in zip(present, given, dqs, strict=True):
                     if need[2 + i]:
                         grads[i] = _weight_grad(call, i, dy, dq, x_t, bs[i])
@@ -211,13 +212,11 @@ def _sum_rows(dy: Tensor) -> Tensor:
     return dy.flatten(0, -2).sum(0, dtype=torch.float32)
 
 
-def _operand(ctx: Any, call: Call, data: Tensor, scale: Tensor) -> Quantized:
-    """x in FP8, of all ranks: gathered again, unless it was kept so."""
-    if call.cut and not ctx.gathered:
-        place = (call.dim, call.sizes, call.group, False)
-        data = _ops.all_gather(data.view(torch.uint8), *place).view(data.dtype)
-        scale = scale if scale.dim() == 1 else _ops.all_gather(scale, *place)
-    return Quantized(data, scale, call.recipe.operand_scaling)
+def _gathered(call: Call, q: Quantized, sizes: list[int] | None) -> Quantized:
+    """Of all ranks' rows."""
+    place = (call.dim, sizes, call.group, False)
+    data = _ops.all_gather(q.data.view(torch.uint8), *place).view(q.data.dtype)
+    return Quantized(data, q.scale if q.scale.dim() == 1 else _ops.all_gather(q.scale, *place), q.scaling)
 
 
 class _Row(torch.autograd.Function):
@@ -256,17 +255,20 @@ class _Row(torch.autograd.Function):
         if need_x or need_b:
             (of_dy,) = _scales(call, [dy], recipe.grad_dtype)
             dq = _quantized(call, dy, recipe.operand_scaling, of_dy, recipe.grad_dtype)
-            (right,), (of_right,) = _weights(call, [b], [of_b], True)
-            fast, path = recipe.fast_accumulation, call.path
-            if call.cut:
-                sizes = _sizes(ctx, call)
-                place = (call.dim, sizes, call.group)
-                grad_x, whole, scale = _ops.all_gather_scaled_matmul(
-                    dq.data, dq.scale, [right], [of_right], [], [], *place, ctx.dtype, fast, True, path
-                )
-                dq = Quantized(whole, scale, dq.scaling)
-            elif need_x:
-                grad_x = _ops.scaled_matmul(dq.data, right, dq.scale, of_right, None, ctx.dtype, fast, path)
+            sizes = _sizes(ctx, call) if call.cut else None
+            end = (ctx.dtype, recipe.fast_accumulation)
+            if need_x:
+                (right,), (of_right,) = _weights(call, [b], [of_b], True)
+                if call.cut:
+                    place = (call.dim, sizes, call.group)
+                    grad_x, whole, scale = _ops.all_gather_scaled_matmul(
+                        dq.data, dq.scale, [right], [of_right], [], [], *place, *end, True, call.path
+                    )
+                    dq = Quantized(whole, scale, dq.scaling)
+                else:
+                    grad_x = _ops.scaled_matmul(dq.data, right, dq.scale, of_right, None, *end, call.path)
+            elif call.cut:
+                dq = _gathered(call, dq, sizes)
             if need_b:
                 x_q = Quantized(saved[-3], saved[-2], recipe.operand_scaling)
                 x_t = x_q.transposed(round_scales_to_power_of_2=recipe.power_of_2)
@@ -276,7 +278,7 @@ class _Row(torch.autograd.Function):
             if call.cut:  # in high precision, of the ranks' rows
                 total = _ops.all_reduce(total, "sum", call.group)
             grad_bias = total.to(ctx.bias_dtype)
-        return None, grad_x if need_x else None, grad_b, grad_bias, dy if need_residual else None
+        return None, grad_x, grad_b, grad_bias, dy if need_residual else None
 
 
 def _sizes(ctx: Any, call: Call) -> list[int] | None:

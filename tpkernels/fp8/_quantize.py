@@ -6,7 +6,8 @@
     blockwise_1x128      128 neighbours of a row         [..., ceil(K / 128)]
     blockwise_128x128    a square of 128                 [ceil(M / 128), ceil(K / 128)], x with two dimensions
 
-A scale is what the quantised values are multiplied by to get x back: ``amax / largest value of the format``, float32.
+A scale is what the quantised values are multiplied by to get x back: ``amax / largest value of the format``, float32,
+made as the product of amax with the reciprocal.
 
 - Values are rounded to nearest even; nothing overflows, as no value is larger than amax. With an ``amax`` of the
   caller's, larger values are clamped.
@@ -15,7 +16,7 @@ A scale is what the quantised values are multiplied by to get x back: ``amax / l
   overflow shows, and is never hidden by clamping.
 
 ``tpkernels.reference.fp8`` says the same in NumPy; tests compare bit for bit. (In graphs that torch.compile makes for a
-GPU, divisions are not correctly rounded: a scale that is no power of two may differ in its last bit there.)
+GPU, reciprocals are not correctly rounded: where scales are no powers of two, values may differ in their last bit.)
 """
 
 from __future__ import annotations
@@ -165,7 +166,8 @@ def amax_of(x: Tensor, scaling: str, *, transpose: bool = False) -> Tensor:
 
 def scale_of(amax: Tensor, dtype: torch.dtype, *, power_of_2: bool = False) -> Tensor:
     """The scale for each ``amax``, see the module."""
-    scale = (amax / DTYPES[dtype]).clamp_min(_SMALLEST_SCALE)
+    # A product, in float32: CUDA divides by a number so, and the CPU does not.
+    scale = (amax * (1.0 / DTYPES[dtype])).clamp_min(_SMALLEST_SCALE)
     if power_of_2:  # the next one, by its bits: a carry out of the mantissa raises the exponent
         scale = ((scale.view(torch.int32) + 0x007FFFFF) & 0x7F800000).view(torch.float32)
     scale = torch.where(torch.isfinite(amax), scale, math.nan)

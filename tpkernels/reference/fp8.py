@@ -76,14 +76,14 @@ def _by_block(size: Array, axis: int) -> Array:
 
 
 def scale_of(amax: Array, dtype: str, *, power_of_two: bool = False) -> Array:
-    """amax / largest value in float32, at least 2^-126; 1 where amax is 0, NaN where it is not finite.
+    """amax * (1 / largest value), all in float32, at least 2^-126; 1 where amax is 0, NaN where it is not finite.
 
     ``power_of_two``: rounded up to one.
     """
     xp = get_array_module(amax)
     amax = xp.asarray(amax, dtype=np.float32)
     with np.errstate(invalid="ignore"):
-        scale = xp.maximum(amax / np.float32(FP8_FORMATS[dtype][2]), _SMALLEST_SCALE)
+        scale = xp.maximum(amax * np.float32(1 / FP8_FORMATS[dtype][2]), _SMALLEST_SCALE)
     if power_of_two:
         finite = xp.where(xp.isfinite(scale), scale, np.float32(1))
         mantissa, exponent = xp.frexp(finite)
