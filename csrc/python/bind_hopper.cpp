@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "kernels/sm90a/cost_names.hpp"
 #include "kernels/sm90a/plan.hpp"
 #include "python/host.hpp"
 
@@ -16,53 +17,16 @@ namespace {
 
 using Constants = std::map<std::string, double>;
 
-constexpr struct {
-  const char* name;
-  double sm90a::HopperCost::* field;
-} kScalars[] = {
-    {"launch_us", &sm90a::HopperCost::launch_us},
-    {"split_launch_us", &sm90a::HopperCost::split_launch_us},
-    {"divided_us", &sm90a::HopperCost::divided_us},
-    {"exchange_us", &sm90a::HopperCost::exchange_us},
-    {"bytes_per_us", &sm90a::HopperCost::bytes_per_us},
-    {"overlap", &sm90a::HopperCost::overlap},
-    {"l2_bytes", &sm90a::HopperCost::l2_bytes},
-    {"publish_us", &sm90a::HopperCost::publish_us},
-    {"add_us", &sm90a::HopperCost::add_us},
-    {"finish_us", &sm90a::HopperCost::finish_us},
-    {"owner_us", &sm90a::HopperCost::owner_us},
-    {"addend_us", &sm90a::HopperCost::addend_us},
-    {"departing_split_us", &sm90a::HopperCost::departing_split_us},
-    {"outer_us", &sm90a::HopperCost::outer_us},
-};
-static_assert(sizeof(sm90a::HopperCost) ==
-                  sizeof(double) *
-                      (std::size(kScalars) + sm90a::kNumTiles * sm90a::kNumClusterShapes + sm90a::kNumTiles),
-              "kScalars must name every number of HopperCost.");
-
-// Every constant with its name: "launch_us", "iter_us 128x256x64/2x1", "epilogue_us 128x256x64".
-template <class Cost, class Visit>
-void visit_constants(Cost& cost, const Visit& visit) {
-  for (const auto& scalar : kScalars) visit(scalar.name, cost.*scalar.field);
-  for (int t = 0; t < sm90a::kNumTiles; ++t) {
-    visit("epilogue_us " + name(sm90a::kTileShapes[t]), cost.epilogue_us[t]);
-    for (int c = 0; c < sm90a::kNumClusterShapes; ++c) {
-      visit("iter_us " + sm90a::name(static_cast<sm90a::TileId>(t), sm90a::kClusterShapes[c]),
-            cost.iter_us[t][c]);
-    }
-  }
-}
-
 Constants to_constants(const sm90a::HopperCost& cost) {
   Constants found;
-  visit_constants(cost, [&](const std::string& name, double value) { found[name] = value; });
+  sm90a::visit_constants(cost, [&](const std::string& name, double value) { found[name] = value; });
   return found;
 }
 
 sm90a::HopperCost to_cost(const Constants& constants) {
   sm90a::HopperCost cost = sm90a::kCostHopper;
   size_t used = 0;
-  visit_constants(cost, [&](const std::string& name, double& value) {
+  sm90a::visit_constants(cost, [&](const std::string& name, double& value) {
     const auto found = constants.find(name);
     detail::require(found != constants.end(),
                     [&] { return "cost must have '" + name + "', but it has not."; });
