@@ -27,6 +27,7 @@ from tpkernels.ops.api import (
     matmul_replicated,
 )
 from tpkernels.ops.explain import Explanation, explain
+from tpkernels.tune.mode import autotune
 
 __all__ = [
     "Explanation",
@@ -35,6 +36,7 @@ __all__ = [
     "PathRecord",
     "__version__",
     "all_gather_matmul",
+    "autotune",
     "calibrate",
     "enable_async_tp",
     "errors",
