@@ -140,7 +140,7 @@ def sample(size: tuple[int, int, int], kind: str, device: torch.device) -> Itera
     measures = [timer.measure(runner(plan), len(sets), device) for plan in asked]
     times = timer.race(measures, keep=range(len(measures)), rounds=_ROUNDS)
     for plan, us in zip(asked, times, strict=True):
-        yield Sample(f"{size}", us, predictor(kind, size, plan, machine))
+        yield Sample(f"{size}", us, predictor(kind, size, plan, machine), _matters(kind, plan.tile))
 
 
 def plans(product: _plans.Product, machine: _plans.Machine) -> list[PlanArguments]:
@@ -189,6 +189,14 @@ def predictor(
         return float(host.predict_us(cpu.schedule, tile, values, threads))
 
     return predict
+
+
+def _matters(kind: str, tile: str) -> frozenset[str]:
+    """Constants that a plain product on this tile may depend on."""
+    names = [name.partition(" ") for name in constants.read(kind)]
+    unused = {"finish_us", "outer_us", "owner_us", "addend_us", "departing_split_us"}
+    mine = {"", tile, tile.partition("/")[0]}
+    return frozenset("".join(name) for name in names if name[2] in mine and name[0] not in unused)
 
 
 def _shipped(kind: str) -> Cost:

@@ -24,11 +24,15 @@ _STAY = 1.0  # a constant is held where it is as if by so many rows: few rows ma
 
 
 class Sample(NamedTuple):
-    """One measured plan: its shape and dtype, whatever the set, and its time with other constants."""
+    """One measured plan: its shape and dtype, whatever the set, and its time with other constants.
+
+    names: constants that may matter to it, which makes a fit faster; None for all.
+    """
 
     case: str
     us: float
     predict: Callable[[Cost], float]
+    names: frozenset[str] | None = None
 
 
 class Score(NamedTuple):
@@ -70,20 +74,31 @@ def fit(samples: Sequence[Sample], start: Cost, *, stay: float = _STAY) -> Cost:
     ``stay``: how hard constants are held there.
     """
 
-    def loss(cost: Cost) -> float:
-        errors = [abs(math.log(s.predict(cost) / s.us)) for s in samples]
-        total = sum(e * e if e < _OUTLIER else _OUTLIER * (2 * e - _OUTLIER) for e in errors)
-        return total + stay * sum(math.log(cost[n] / start[n]) ** 2 for n in names)
+    def term(sample: Sample, cost: Cost) -> float:
+        e = abs(math.log(sample.predict(cost) / sample.us))
+        return e * e if e < _OUTLIER else _OUTLIER * (2 * e - _OUTLIER)
 
-    names = [name for name, value in start.items() if value > 0]
-    best, least, step = dict(start), loss(start), 0.15
+    def loss(cost: Cost, terms: Sequence[float]) -> float:
+        return sum(terms) + stay * sum(math.log(cost[n] / start[n]) ** 2 for n in names)
+
+    matters = {
+        name: [i for i, s in enumerate(samples) if s.names is None or name in s.names]
+        for name, value in start.items()
+        if value > 0
+    }
+    names = [name for name, some in matters.items() if some]
+    best, terms, step = dict(start), [term(s, start) for s in samples], 0.15
+    least = loss(best, terms)
     while step > 0.004:
         improved = False
         for name in names:
             for factor in (math.exp(step), math.exp(-step)):
                 trial = best | {name: best[name] * factor}
-                if (now := loss(trial)) < least * (1 - 1e-6):
-                    best, least, improved = trial, now, True
+                changed = list(terms)
+                for i in matters[name]:
+                    changed[i] = term(samples[i], trial)
+                if (now := loss(trial, changed)) < least * (1 - 1e-6):
+                    best, terms, least, improved = trial, changed, now, True
                     break
         step = step if improved else step / 2
     return best
