@@ -47,15 +47,19 @@ std::vector<sm90a::GemmPlan> find(int64_t m, int64_t n, int64_t k, int64_t batch
 }
 
 double predict(int64_t m, int64_t n, int64_t k, int64_t batch, const sm90a::GemmPlan& plan, bool finishes,
-               bool outer_major, int64_t multiprocessors, const Constants& constants) {
+               bool outer_major, int64_t multiprocessors, const sm90a::HopperCost& cost) {
   detail::check_count("multiprocessors", multiprocessors);
   const auto residency = sm90a::full_residency(multiprocessors);
   const int64_t resident =
       residency.clusters[static_cast<int>(plan.tile)][sm90a::cluster_index(plan.cluster)];
   const Schedule& s = plan.plan.schedule;
   return sm90a::predict_us({m, n, k, batch}, s, plan.tile, plan.cluster,
-                           std::min(max64(1, resident), s.workers), {false, finishes, outer_major},
-                           to_cost(constants));
+                           std::min(max64(1, resident), s.workers), {false, finishes, outer_major}, cost);
+}
+
+double predict_with(int64_t m, int64_t n, int64_t k, int64_t batch, const sm90a::GemmPlan& plan,
+                    bool finishes, bool outer_major, int64_t multiprocessors, const Constants& constants) {
+  return predict(m, n, k, batch, plan, finishes, outer_major, multiprocessors, to_cost(constants));
 }
 
 }  // namespace
@@ -80,9 +84,15 @@ void bind_hopper(py::module_& m) {
         py::arg("schedule") = "auto", py::arg("workers") = 0, py::arg("splits") = 1, py::arg("tile") = "",
         py::arg("gated") = false, py::arg("finishes") = false, py::arg("outer_major") = false,
         py::arg("multiprocessors") = 132);
-  m.def("hopper_predict_us", &predict, py::arg("m"), py::arg("n"), py::arg("k"), py::arg("batch") = 1,
-        py::kw_only(), py::arg("plan"), py::arg("finishes") = false, py::arg("outer_major") = false,
-        py::arg("multiprocessors") = 132, py::arg("cost"));
+  // A fit asks often, so that reading a dict each time would take longest.
+  py::class_<sm90a::HopperCost>(m, "HopperCost").def(py::init(&to_cost), py::arg("constants"));
+  const auto def_predict = [&](auto* function) {
+    m.def("hopper_predict_us", function, py::arg("m"), py::arg("n"), py::arg("k"), py::arg("batch") = 1,
+          py::kw_only(), py::arg("plan"), py::arg("finishes") = false, py::arg("outer_major") = false,
+          py::arg("multiprocessors") = 132, py::arg("cost"));
+  };
+  def_predict(&predict);
+  def_predict(&predict_with);
 }
 
 }  // namespace tpk::python

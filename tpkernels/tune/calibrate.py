@@ -172,7 +172,11 @@ def predictor(
         (made,) = host.hopper_plans(
             *size, schedule=plan.schedule, splits=plan.splits, tile=plan.tile, multiprocessors=sms
         )
-        return lambda cost: float(host.hopper_predict_us(*size, plan=made, multiprocessors=sms, cost=cost))
+        return lambda cost: float(
+            host.hopper_predict_us(
+                *size, plan=made, multiprocessors=sms, cost=_converted(host.HopperCost, cost)
+            )
+        )
     told = _plans.plan(_plans.Product(1, *size), machine, plan.schedule, plan.tile, plan.splits)
     threads = case.threads()
     tile = host.TileShape(*told["tile"])
@@ -182,13 +186,24 @@ def predictor(
     )  # fmt: skip
     assert (cpu.schedule.workers, cpu.schedule.num_slots) == (told["workers"], told["partial_tiles"])
 
-    def predict(cost: Cost) -> float:
+    def convert(cost: Cost) -> Any:
         values = host.CostConstants()
         for name, value in cost.items():
             setattr(values, name, value)
-        return float(host.predict_us(cpu.schedule, tile, values, threads))
+        return values
 
-    return predict
+    return lambda cost: float(host.predict_us(cpu.schedule, tile, _converted(convert, cost), threads))
+
+
+_last: tuple[Cost, Any] | None = None
+
+
+def _converted(convert: Callable[[Cost], Any], cost: Cost) -> Any:
+    """Constants as ``_host`` takes them; a fit asks for the same ones sample after sample."""
+    global _last
+    if _last is None or _last[0] is not cost:
+        _last = cost, convert(cost)
+    return _last[1]
 
 
 def _matters(kind: str, tile: str) -> frozenset[str]:
