@@ -271,7 +271,7 @@ def _apart(ctx, folder):
                 assert record.transport == "gloo" and "tuned: " in record.why, record
                 same_everywhere(ctx, (record.gemm, record.why))
         total = sum(ranks_module.exchange(members(ctx), local.counts.timed))
-        assert total == 2, "of a gather, and of the others"
+        assert total == len(local.store_of(x.device).all()) > 0, "a product was timed by several ranks"
     finally:
         del os.environ["TPK_CACHE_DIR"]
         anew()
