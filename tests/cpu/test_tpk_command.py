@@ -50,16 +50,8 @@ def test_tune(capsys, cache):
     assert "3 products of float32 on " in out
     assert [line[:6] for line in out.splitlines() if line.startswith("[")] == ["[1/3] ", "[2/3] ", "[3/3] "]
     (heading,) = (line for line in out.splitlines() if line.startswith("shape "))
-    assert re.split("  +", heading) == [
-        "shape",
-        "model's choice",
-        "predicted us",
-        "us",
-        "tuned",
-        "us",
-        "blas us",
-        "gain",
-    ]
+    columns = ["shape", "model's choice", "predicted us", "us", "tuned", "us", "blas us", "gain"]
+    assert re.split("  +", heading) == columns
     rows = [line for line in out.splitlines() if re.match(r"\d+x\d+x\d+ ", line)]
     assert [row.split()[0] for row in rows] == ["16x48x64", "32x48x64", "8x20x30"]
     assert all(re.search(r"\d\.\d\dx$", row) for row in rows)
@@ -324,7 +316,7 @@ def made_times(monkeypatch):
 def test_calibrate(made_times, capsys, cache):
     """Known constants are found again; plans are made with them in this process, and in those to come."""
     before = constants.read("cpu")
-    product, cpu = _plans.Product(1, 700, 900, 1100), _plans.Machine("cpu")
+    product, cpu = _plans.Product(1, 64, 64, 64), _plans.Machine("cpu")
     predicted = _plans.plan(product, cpu, "data_parallel", "64x64x128")["predicted_us"]
     assert ran("calibrate", *DEVICE, "--dry-run") == 0
     assert "nothing was kept" in capsys.readouterr().out and constants.read("cpu") == before
@@ -339,7 +331,7 @@ def test_calibrate(made_times, capsys, cache):
     told = _plans.plan(product, cpu, "data_parallel", "64x64x128")["predicted_us"]
     arguments = PlanArguments("data_parallel", 1, "64x64x128")
     truth = calibrate.predictor("cpu", product[1:4], arguments, cpu)(TRUTH)
-    assert abs(told - truth) < 0.1 * truth and abs(predicted - truth) > 0.2 * truth
+    assert abs(told - truth) < 0.2 * truth and abs(predicted - truth) > 0.3 * truth
     # Another process.
     constants.use("cpu", None)
     local.forget()

@@ -195,10 +195,10 @@ def time_all(call: Call, library: str, finished: Finished | None = None) -> list
     case, device = call.case(), call.a.device
     tried = candidates.candidates(case.product, case.machine(device), library)
     e = call.epilogue
-    sets = timer.copies_of([call.a, call.b, e.gate, e.bias, e.residual], device)
-    into = None if call.into is None else timer.copy_alike(call.into)
-    measures = [timer.measure(_runner(call, c, sets, into), len(sets), device) for c in tried]
     with torch.no_grad():
+        sets = timer.copies_of([call.a, call.b, e.gate, e.bias, e.residual], device)
+        into = None if call.into is None else timer.copy_alike(call.into)
+        measures = [timer.measure(_runner(call, c, sets, into), len(sets), device) for c in tried]
         times = timer.race(measures, keep=(0, 1))
     for candidate, us in zip(tried, times, strict=True):
         if finished is not None:
