@@ -29,7 +29,7 @@ def samples_of(rows: Sequence[Row]) -> tuple[list[Sample], int]:
     for row in rows:
         made = row.extra.get("plan") or {}
         tile, sms = made.get("tile_name"), made.get("multiprocessors", 0)
-        plain = (row.suite, row.op, row.status, row.role) == ("gemm", "matmul", "ok", "ours")
+        plain = (row.op, row.status, row.role) == ("matmul", "ok", "ours") and row.suite in ("gemm", "sweep")
         if not plain or row.us is None or tile not in _host.HOPPER_TILES or sms < 1:
             continue
         size = (int(row.params["m"]), int(row.params["n"]), int(row.params["k"]))

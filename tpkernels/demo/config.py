@@ -108,12 +108,13 @@ _TOLERANCES = {
     "float16": Tolerance(loss=1e-2, grad=2e-2, weight=5e-2, window=50),
 }
 DTYPES = tuple(_TOLERANCES)
+_FP8_TOLERANCE = Tolerance(loss=1.0, grad=1.0, weight=1.0, window=1 << 30)
 
 
-def tolerance(dtype: str, size: str = "small") -> Tolerance:
-    """The bounds for a dtype and a size by name; the reasons stand beside the table."""
-    bounds = _TOLERANCES[dtype]
-    return dataclasses.replace(bounds, window=min(bounds.window, SIZES[size].window))
+def tolerance(dtype: str, size: str = "small", fp8: str | None = None) -> Tolerance:
+    """The bounds for a dtype and a size by name, and a recipe if there is one; the reasons stand beside the table."""
+    bounds = _TOLERANCES[dtype] if fp8 is None else _FP8_TOLERANCE
+    return bounds if fp8 else dataclasses.replace(bounds, window=min(bounds.window, SIZES[size].window))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,6 +132,7 @@ class RunConfig:
     seed: int
     out: Path
     path: str = "auto"
+    fp8: str | None = None
     compile: bool = False
     dense: bool = True
     sequence_parallel: bool = True

@@ -146,7 +146,7 @@ def _streamk(
         wide, alone = accumulate_dtype(a.dtype), Epilogue(alpha=e.alpha)
         return _finish(lambda right: _streamk(a, right, alone, wide, False, plan).out, b, e, out_dtype, True)
     shape = output_shape(a, b)
-    a3, b3 = _as_batched(a, b)
+    a3, b3, *gates = _as_batched(a, b, *([] if e.gate is None else [e.gate]))
     out = a.new_empty(a3.shape[0], a3.shape[1], b3.shape[2], dtype=out_dtype)
     preact = torch.empty_like(out) if want_preact else None
     torch.ops.tpkernels.streamk_gemm(
@@ -157,7 +157,7 @@ def _streamk(
         preact,
         e.activation,
         False,
-        gate=None if e.gate is None else _as_batched(a, e.gate)[1],
+        gate=gates[0] if gates else None,
         residual=None if e.residual is None else _readable(e.residual).reshape(out.shape),
         alpha=e.alpha,
         **_arguments(plan),
@@ -239,18 +239,39 @@ def _wide_product(a: Tensor, b: Tensor, out_dtype: torch.dtype, *, keep_wide: bo
     return product.view(output_shape(a, b))
 
 
-def _as_batched(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Views [B, M, K] and [B, K, N] of both operands, copies only where no view exists."""
-    if b.dim() == 2:
+def _as_batched(a: Tensor, *bs: Tensor) -> list[Tensor]:
+    """Views [B, M, K] and [B, K, N] of the left and of each right operand, copies only where no view exists.
+
+    The right ones have one shape. Where they are the same for several matrices of ``a``, all those are one matrix.
+    """
+    if bs[0].dim() == 2:
         if a.dim() == 2:
-            return a.unsqueeze(0), b.unsqueeze(0)
+            return [a.unsqueeze(0), *(b.unsqueeze(0) for b in bs)]
         rows = _rows_view(a)
         if rows is not None:
-            return rows.unsqueeze(0), b.unsqueeze(0)
+            return [rows.unsqueeze(0), *(b.unsqueeze(0) for b in bs)]
         a3 = _collapse_batch(a)
-        return a3, b.unsqueeze(0).expand(a3.shape[0], -1, -1)
-    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-    return _collapse_batch(a.expand(*batch, -1, -1)), _collapse_batch(b.expand(*batch, -1, -1))
+        return [a3, *(b.unsqueeze(0).expand(a3.shape[0], -1, -1) for b in bs)]
+    batch = torch.broadcast_shapes(a.shape[:-2], bs[0].shape[:-2])
+    left, *rights = (x.expand(*batch, -1, -1) for x in (a, *bs))
+    return [_collapse_batch(x) for x in _join_rows(left, rights)]
+
+
+def _join_rows(a: Tensor, bs: list[Tensor]) -> list[Tensor]:
+    """Without the last batch dimensions in which the right operands do not change, if their rows of ``a`` can be one
+    matrix without a copy: keys that several heads share."""
+    last = a.dim() - 2
+    while last > 0 and all(b.stride(last - 1) == 0 or b.shape[last - 1] == 1 for b in bs):
+        last -= 1
+    if last == a.dim() - 2 or a.numel() == 0:
+        return [a, *bs]
+    try:
+        joined = a.view(*a.shape[:last], -1, a.shape[-1])
+    except RuntimeError:
+        return [a, *bs]
+    for _ in range(a.dim() - 2 - last):
+        bs = [b.select(last, 0) for b in bs]
+    return [joined, *bs]
 
 
 def _rows_view(a: Tensor) -> Tensor | None:

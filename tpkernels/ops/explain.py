@@ -12,11 +12,15 @@ from torch import Tensor
 from tpkernels.comm import auto, described, small
 from tpkernels.comm.auto import Asked
 from tpkernels.errors import ArgumentError
-from tpkernels.ops import _collectives, _gemm, _groups, _paths, _plans, api
+from tpkernels.fp8 import api as fp8
+from tpkernels.ops import _collectives, _gemm, _grouped, _groups, _paths, _plans, api
 from tpkernels.ops._arrays import tensor
+from tpkernels.ops.grouped import grouped_matmul
 from tpkernels.tune import mode
 
-_OPS = ("matmul", "all_gather_matmul", "matmul_replicated", "matmul_reduce_scatter", "matmul_all_reduce")
+_LOCAL = ("matmul", "grouped_matmul")
+_OPS = (*_LOCAL, "all_gather_matmul", "matmul_replicated", "matmul_reduce_scatter", "matmul_all_reduce")
+_SCALED = "scaled_matmul"
 _SHOWN = 6  # plans that an explanation lists
 
 
@@ -84,10 +88,13 @@ def explain(op: str, a: Any, b: Any, group: _groups.GroupLike = None, **options:
     nothing is communicated.
 
     Args:
-        op: "matmul", "all_gather_matmul", "matmul_replicated", "matmul_reduce_scatter" or "matmul_all_reduce".
+        op: "matmul", "grouped_matmul", "all_gather_matmul", "matmul_replicated", "matmul_reduce_scatter" or
+            "matmul_all_reduce"; or "scaled_matmul", whose operands are what ``tpkernels.quantize`` returns, and which
+            has no plan here.
         a: left operand, or a list of them, as the operation takes it.
         b: weight, or a list of weights.
-        group: process group of a distributed operation.
+        group: process group of a distributed operation; of "grouped_matmul" its ``group_sizes``, which may also be
+            given by name.
         options: other arguments of the operation.
 
     Raises:
@@ -95,15 +102,24 @@ def explain(op: str, a: Any, b: Any, group: _groups.GroupLike = None, **options:
         TypeError: an option that the operation does not have.
         TpkError: whatever the operation itself would raise, ``BackendError`` included.
     """
+    if op == _SCALED:
+        place = _place(a.data, _device_type(a.data, None))
+        return Explanation(op, *fp8.foresee(a, b, place, **options), wire_bytes=0)
     if op not in _OPS:
-        raise ArgumentError(f"op: expected one of {', '.join(_OPS)}, got {op!r}.")
+        raise ArgumentError(f"op: expected one of {', '.join((*_OPS, _SCALED))}, got {op!r}.")
     operand, weight = _tensors("a", a)[0], _tensors("b", b)[0]
-    groups = () if op == "matmul" else (group,)
+    sizes_of_groups: tuple[int, ...] = ()
+    groups: tuple[Any, ...] = () if op == "matmul" else (group,)
+    if op == "grouped_matmul":
+        options = {"group_sizes": group, "offs": None} | options
+        sizes_of_groups = tuple(_grouped.sizes_of(options.pop("group_sizes"), options.pop("offs")))
+        groups = (list(sizes_of_groups),)
     # The operation on meta tensors runs all its checks and gives the result's shape.
-    result = getattr(api, op)(_meta(a), _meta(b), *groups, **{k: _meta(v) for k, v in options.items()})
+    function = grouped_matmul if op == "grouped_matmul" else getattr(api, op)
+    result = function(_meta(a), _meta(b), *groups, **{k: _meta(v) for k, v in options.items()})
     out = _tensors("result", result)[0]
 
-    members = None if op == "matmul" else _groups.resolve(_groups.group_name_of(group))
+    members = None if op in _LOCAL else _groups.resolve(_groups.group_name_of(group))
     device = _device_type(operand, members)
     request = _paths.parse(options.get("path", "auto"), device, distributed=members is not None)
     shape = list(operand.shape)
@@ -113,6 +129,9 @@ def explain(op: str, a: Any, b: Any, group: _groups.GroupLike = None, **options:
     whole = torch.empty(shape, dtype=operand.dtype, device="meta")
     prefix, wire, transfers, decision, way = "", 0, "", None, None
     choice = _paths.choose_gemm(request, device, operand.dtype)
+    if op == "grouped_matmul":
+        place, path = _place(operand, device), options.get("path", "auto")
+        choice = _grouped.choose_grouped(path, place, operand, weight, sizes_of_groups)
     if members is not None and members.world > 1 and op != "matmul_replicated":
         transport = _groups.transport_of(members, torch.device(device), "a")
         if op in described.OPS:
@@ -141,10 +160,14 @@ def explain(op: str, a: Any, b: Any, group: _groups.GroupLike = None, **options:
     name = prefix + choice.gemm
     sizes = _gemm.describe(whole, weight, gated=options.get("gate") is not None)
     sizes += f"; {way}" if way is not None else ""
+    if op == "grouped_matmul":
+        sizes = _grouped.describe(_place(operand, device), operand, weight, sizes_of_groups, choice.gemm)
     if operand.dtype not in _paths.STREAMK_DTYPES.get(device, ()):
         return Explanation(op, name, sizes, choice.why, wire, transfers=transfers)
     product = _product(whole, weight, _follows(op, operand, weight, options))
-    if op == "matmul":  # the others gather or keep rows of K
+    if op == "grouped_matmul":
+        product = product._replace(batch=1, m=whole.shape[0], group_sizes=sizes_of_groups)
+    if op in _LOCAL:  # the others gather or keep rows of K
         product = product._replace(outer_major=operand.stride(-1) != 1 and weight.stride(-1) == 1)
     machine = _plans.machine_of(device, operand.device)
     plans = _plans.candidates(product, machine)
@@ -261,6 +284,8 @@ def _follows(op: str, operand: Tensor, weight: Tensor, options: dict[str, Any]) 
     if op in ("matmul_reduce_scatter", "matmul_all_reduce"):  # all follows the sum over the ranks
         return False, False
     activation = options.get("activation") or "none"
+    if op == "grouped_matmul":
+        return False, options.get("bias") is not None or activation != "none"
     if op != "matmul":
         biases = options.get("biases")
         first = biases[0] if isinstance(biases, (list, tuple)) else biases
@@ -284,5 +309,7 @@ def _listed(
         listed.append((float(p["predicted_us"]), f"{_plans.tile_name(p, machine)} {cuts}"))
     if machine.architecture == "sm90":
         calls = "cuBLAS, two products" if product.gated else "cuBLAS"
+        if product.group_sizes:
+            calls = "cuBLAS, a product for each group"
         listed.append((_plans.estimate_us(product, machine.multiprocessors), f"{calls}, a rough estimate"))
     return tuple(sorted(listed, key=lambda one: one[0]))

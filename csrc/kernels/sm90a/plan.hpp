@@ -69,7 +69,7 @@ inline bool is_aligned(ScheduleKind kind) {
 class TilePlans {
  public:
   TilePlans(const Problem& p, TileId tile, int cluster_index, int64_t workers, const Demands& demands,
-            const Residency& residency, const Ranks& ranks)
+            const Residency& residency, const Ranks& ranks, const GroupedRows* groups)
       : p_(p),
         tile_(tile),
         cluster_(kClusterShapes[cluster_index]),
@@ -80,7 +80,7 @@ class TilePlans {
         workers_(workers > 0 ? workers : resident_) {
     shape_ = cluster_tile(tile, cluster_);
     if (demands.gated) shape_.bn /= 2;
-    placement_ = place_tiles(p, shape_, ranks);
+    placement_ = groups != nullptr ? place_grouped(p, shape_, *groups) : place_tiles(p, shape_, ranks);
     if (ranks.num_chunks > 0) expect(ranks);
   }
 
@@ -138,8 +138,9 @@ class TilePlans {
   bool grouped(ScheduleKind kind) const { return waits() && kind == ScheduleKind::kEveryShard; }
   int64_t running(const Schedule& s) const { return min64(resident_, s.workers); }
 
-  // Groups are taken one after the other, and each reads all of B.
+  // Groups are taken one after the other, and each reads all of B; those of a grouped product, a matrix each.
   double reread_bytes(ScheduleKind kind) const {
+    if (demands_.matrices > 1) return static_cast<double>(demands_.matrices - 1) * bytes_of_b();
     if (!waits() || fits_l2(p_, hopper_cost.get())) return 0;
     const int64_t groups = kind == ScheduleKind::kEveryShard ? grouped_.order.num_bands
                            : kind == ScheduleKind::kOwnFirst ? 2
@@ -188,8 +189,10 @@ class TilePlans {
 // Throws std::invalid_argument with a sentence where an argument makes no sense.
 inline std::vector<GemmPlan> candidates(const Problem& p, std::string_view schedule, int64_t workers,
                                         int64_t splits, std::string_view tile, const Demands& demands,
-                                        const Residency& residency, const Ranks& ranks = {}) {
+                                        const Residency& residency, const Ranks& ranks = {},
+                                        const GroupedRows* groups = nullptr) {
   std::vector<GemmPlan> found;
+  found.reserve(kNumTiles * kNumClusterShapes);
   bool named = false;
   bool unsafe = false;
   for (int t = 0; t < kNumTiles; ++t) {
@@ -202,7 +205,7 @@ inline std::vector<GemmPlan> candidates(const Problem& p, std::string_view sched
       if (tile.empty() && ranks.direction == Direction::kDeparture && !has_room_for_sums(id)) continue;
       if (residency.clusters[t][c] < 1) continue;
       std::optional<GemmPlan> best;
-      const TilePlans plans(p, id, c, workers, demands, residency, ranks);
+      const TilePlans plans(p, id, c, workers, demands, residency, ranks, groups);
       const auto consider = [&](ScheduleKind kind, int64_t n) {
         GemmPlan plan = plans.make(kind, n);
         if (!plan.waits_safely) return;
@@ -264,8 +267,8 @@ inline std::vector<GemmPlan> candidates(const Problem& p, std::string_view sched
 
 inline GemmPlan plan_gemm(const Problem& p, std::string_view schedule, int64_t workers, int64_t splits,
                           std::string_view tile, const Demands& demands, const Residency& residency,
-                          const Ranks& ranks = {}) {
-  return candidates(p, schedule, workers, splits, tile, demands, residency, ranks).front();
+                          const Ranks& ranks = {}, const GroupedRows* groups = nullptr) {
+  return candidates(p, schedule, workers, splits, tile, demands, residency, ranks, groups).front();
 }
 
 }  // namespace tpk::sm90a
