@@ -29,6 +29,7 @@ from tpkernels.ops.api import (
 )
 from tpkernels.ops.explain import Explanation, explain
 from tpkernels.ops.grouped import grouped_matmul
+from tpkernels.tune.mode import autotune
 
 __all__ = [
     "Explanation",
@@ -38,6 +39,7 @@ __all__ = [
     "PathRecord",
     "__version__",
     "all_gather_matmul",
+    "autotune",
     "calibrate",
     "enable_async_tp",
     "errors",

@@ -193,5 +193,11 @@ STABLE_TORCH_LIBRARY(tpkernels, m) {
       "streamk_plan(int batch, int m, int n, int k, str device, str schedule='auto', int workers=0, "
       "int splits=1, int multiprocessors=0, str tile='', bool gated=False, bool finishes=False, "
       "bool outer_major=False, int[] group_sizes=[]) -> (str, int[], float)");
+  // Constants of the cost models that plans are made with, as text: host/cost_text.hpp. device: "cpu" or
+  // "sm90". set_plan_cost with "": those that the library came with. sm90a_set_cost is the same for launches
+  // of _C_sm90a, which has its own copy.
+  m.def("plan_cost(str device) -> str");
+  m.def("set_plan_cost(str device, str text) -> ()");
+  m.def("sm90a_set_cost(str text) -> ()");
   m.def("build_info() -> str");
 }

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from tpkernels.ops import _activation, _nvtx
 from tpkernels.ops._collectives import accumulate_dtype
-from tpkernels.ops._paths import Choice
+from tpkernels.ops._paths import Choice, PlanArguments
+from tpkernels.tune import mode
 
 
 class Epilogue(NamedTuple):
@@ -47,10 +48,14 @@ PLAIN = Epilogue()
 
 
 class Product(NamedTuple):
-    """Result of a local product. ``kept``, if asked for: [pre-activation], with a gate [alpha a b, alpha a gate]."""
+    """Result of a local product. ``kept``, if asked for: [pre-activation], with a gate [alpha a b, alpha a gate].
+
+    choice: what ran, where tuning replaced what was chosen.
+    """
 
     out: Tensor
     kept: list[Tensor]
+    choice: Choice | None = None
 
 
 def output_shape(a: Tensor, b: Tensor) -> list[int]:
@@ -77,29 +82,49 @@ def run(
     want_preact: bool = False,
 ) -> Product:
     """Multiply ``a`` [..., M, K] by ``b`` [K, N] (or batched) with an epilogue. Arguments are checked already."""
+    if choice.open and mode.active():
+        from tpkernels.tune import local
+
+        choice = local.tuned(choice, a, b, epilogue, out_dtype=out_dtype, want_preact=want_preact)
     with _nvtx.phase("product", choice.gemm):
         if choice.gemm == "streamk":
-            return _streamk(a, b, epilogue, out_dtype, want_preact)
-        return _library(a, b, epilogue, out_dtype, want_preact)
-
-
-def accumulate(choice: Choice, a: Tensor, b: Tensor, acc: Tensor) -> None:
-    """``acc += a @ b``, the sum rounded once to ``acc``'s dtype. ``acc`` has the product's shape."""
-    with _nvtx.phase("product", choice.gemm):
-        if choice.gemm == "streamk":
-            a3, b3 = _as_batched(a, b)
-            try:
-                acc3 = acc.view(a3.shape[0], a3.shape[1], b3.shape[2])
-            except RuntimeError:  # batch dimensions that no view can join
-                acc += _streamk(a, b, PLAIN, accumulate_dtype(acc.dtype), False).out
-                return
-            torch.ops.tpkernels.streamk_gemm(a3, b3, None, acc3, None, "none", True)
-            return
-        rows = _rows_view(acc) if b.dim() == 2 and acc.dtype == accumulate_dtype(a.dtype) else None
-        if rows is None:
-            acc += _library(a, b, PLAIN, accumulate_dtype(acc.dtype), False).out
+            product = _streamk(a, b, epilogue, out_dtype, want_preact, choice.plan)
         else:
-            _add_product(rows, a.flatten(0, -2), b)
+            product = _library(a, b, epilogue, out_dtype, want_preact)
+        return product._replace(choice=choice)
+
+
+def accumulate(choice: Choice, a: Tensor, b: Tensor, acc: Tensor) -> Choice:
+    """``acc += a @ b``, the sum rounded once to ``acc``'s dtype. ``acc`` has the product's shape.
+
+    Returns what ran, which tuning may have chosen.
+    """
+    if choice.open and mode.active():
+        from tpkernels.tune import local
+
+        choice = local.tuned(choice, a, b, PLAIN, out_dtype=acc.dtype, into=acc)
+    with _nvtx.phase("product", choice.gemm):
+        _accumulate(choice, a, b, acc)
+    return choice
+
+
+def _accumulate(choice: Choice, a: Tensor, b: Tensor, acc: Tensor) -> None:
+    if choice.gemm == "streamk":
+        a3, b3 = _as_batched(a, b)
+        try:
+            acc3 = acc.view(a3.shape[0], a3.shape[1], b3.shape[2])
+        except RuntimeError:  # batch dimensions that no view can join
+            acc += _streamk(a, b, PLAIN, accumulate_dtype(acc.dtype), False, choice.plan).out
+        else:
+            torch.ops.tpkernels.streamk_gemm(
+                a3, b3, None, acc3, None, "none", True, **_arguments(choice.plan)
+            )
+        return
+    rows = _rows_view(acc) if b.dim() == 2 and acc.dtype == accumulate_dtype(a.dtype) else None
+    if rows is None:
+        acc += _library(a, b, PLAIN, accumulate_dtype(acc.dtype), False).out
+    else:
+        _add_product(rows, a.flatten(0, -2), b)
 
 
 def _add_product(acc: Tensor, a: Tensor, b: Tensor) -> None:
@@ -110,10 +135,16 @@ def _add_product(acc: Tensor, a: Tensor, b: Tensor) -> None:
         acc.addmm_(a.to(acc.dtype), b.to(acc.dtype))
 
 
-def _streamk(a: Tensor, b: Tensor, e: Epilogue, out_dtype: torch.dtype, want_preact: bool) -> Product:
+def _arguments(plan: PlanArguments) -> dict[str, str | int]:
+    return {"schedule": plan.schedule, "splits": plan.splits, "tile": plan.tile}
+
+
+def _streamk(
+    a: Tensor, b: Tensor, e: Epilogue, out_dtype: torch.dtype, want_preact: bool, plan: PlanArguments
+) -> Product:
     if e.gate is not None and want_preact:  # the kernel cannot store both products
         wide, alone = accumulate_dtype(a.dtype), Epilogue(alpha=e.alpha)
-        return _finish(lambda right: _streamk(a, right, alone, wide, False).out, b, e, out_dtype, True)
+        return _finish(lambda right: _streamk(a, right, alone, wide, False, plan).out, b, e, out_dtype, True)
     shape = output_shape(a, b)
     a3, b3, *gates = _as_batched(a, b, *([] if e.gate is None else [e.gate]))
     out = a.new_empty(a3.shape[0], a3.shape[1], b3.shape[2], dtype=out_dtype)
@@ -129,6 +160,7 @@ def _streamk(a: Tensor, b: Tensor, e: Epilogue, out_dtype: torch.dtype, want_pre
         gate=gates[0] if gates else None,
         residual=None if e.residual is None else _readable(e.residual).reshape(out.shape),
         alpha=e.alpha,
+        **_arguments(plan),
     )
     return Product(out.view(shape), [] if preact is None else [preact.view(shape)])
 

@@ -170,7 +170,8 @@ def _implementation(
 
 def choose(path: str, device: torch.device, dtype: torch.dtype) -> _paths.Choice:
     """Who makes a product for each group."""
-    return _paths.choose_gemm(_paths.parse(path, device.type, distributed=False), device.type, dtype)
+    choice = _paths.choose_gemm(_paths.parse(path, device.type, distributed=False), device.type, dtype)
+    return choice._replace(open=False)  # sizes of groups are new in every call: nothing to tune
 
 
 def choose_grouped(

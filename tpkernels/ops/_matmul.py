@@ -44,6 +44,7 @@ def _implementation(
     request = _paths.parse(path, a.device.type, distributed=False)
     choice = _paths.choose_gemm(request, a.device.type, a.dtype)
     product = _gemm.run(choice, a, b, epilogue, out_dtype=dtype, want_preact=return_preact)
+    choice = product.choice or choice
     detail = _gemm.describe(a, b, gated=gate is not None)
     _paths.record("matmul", "none", choice.gemm, detail, choice.why)
     return [product.out, *product.kept]
@@ -257,7 +258,7 @@ def _accumulate(a: Tensor, b: Tensor, acc: Tensor, path: str) -> None:
     _checks.check_no_overlap("accumulate_into", acc, [("a", a), ("b", b)])
     request = _paths.parse(path, a.device.type, distributed=False)
     choice = _paths.choose_gemm(request, a.device.type, a.dtype)
-    _gemm.accumulate(choice, a, b, acc)
+    choice = _gemm.accumulate(choice, a, b, acc)
     _paths.record("matmul_accumulate", "none", choice.gemm, _gemm.describe(a, b), choice.why)
 
 

@@ -87,11 +87,13 @@ def machine_of(device: str, index: torch.device | None = None) -> Machine:
     return Machine(architecture, properties.multi_processor_count)
 
 
-def plan(product: Product, machine: Machine, schedule: str = "auto", tile: str = "") -> dict[str, Any]:
-    """The cheapest plan with that schedule and tile; "auto" and "" leave them open."""
+def plan(
+    product: Product, machine: Machine, schedule: str = "auto", tile: str = "", splits: int = 1
+) -> dict[str, Any]:
+    """The cheapest plan with that schedule, tile and number of splits; "auto" and "" leave them open."""
     size, demands = product[:4], product[4:]
     kind, numbers, predicted = torch.ops.tpkernels.streamk_plan(
-        *size, machine.architecture, schedule, 0, 1, machine.multiprocessors, tile, *demands
+        *size, machine.architecture, schedule, 0, splits, machine.multiprocessors, tile, *demands
     )
     bm, bn, bk, tiles, k_iters, workers, splits, partial_tiles, cluster_m, cluster_n = numbers
     return {

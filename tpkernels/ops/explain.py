@@ -16,6 +16,7 @@ from tpkernels.fp8 import api as fp8
 from tpkernels.ops import _collectives, _gemm, _grouped, _groups, _paths, _plans, api
 from tpkernels.ops._arrays import tensor
 from tpkernels.ops.grouped import grouped_matmul
+from tpkernels.tune import mode
 
 _LOCAL = ("matmul", "grouped_matmul")
 _OPS = (*_LOCAL, "all_gather_matmul", "matmul_replicated", "matmul_reduce_scatter", "matmul_all_reduce")
@@ -31,7 +32,8 @@ class Explanation:
         op: the operation.
         path: transport and product, as the ``path`` argument takes it.
         product: sizes of the product on this rank (the first, if there are several).
-        why: reason for the choice; where path "auto" may fuse, with the predicted times of both paths.
+        why: reason for the choice; where path "auto" may fuse, with the predicted times of both paths; of ``matmul``,
+            with the times of tuning, where that is on.
         wire_bytes: bytes that this rank receives from others in the forward pass.
         plan: how the Stream-K kernel would cut this product (schedule, tile of a CTA, cluster, workers, splits,
             predicted time), whether or not the path uses it; None where no such kernel takes this dtype. A cluster
@@ -153,6 +155,8 @@ def explain(op: str, a: Any, b: Any, group: _groups.GroupLike = None, **options:
             choice = _paths.beside(choice, beside, request.open)
             if op == "matmul_all_reduce":
                 wire = small.wire_bytes(way, out.numel() * out.element_size(), members.world)
+    if op == "matmul" and choice.open and mode.active() and (device == "cpu" or torch.cuda.is_available()):
+        choice = _tuned(choice, operand, weight, out.dtype, _place(operand, device), options)
     name = prefix + choice.gemm
     sizes = _gemm.describe(whole, weight, gated=options.get("gate") is not None)
     sizes += f"; {way}" if way is not None else ""
@@ -243,6 +247,29 @@ def _wire_bytes(
     mine = blocks[members.rank]
     gathered: int = others * max(blocks) if padded else sum(blocks) - mine
     return (others * mine + gathered) * out.element_size()
+
+
+def _tuned(
+    choice: _paths.Choice,
+    a: Tensor,
+    b: Tensor,
+    out_dtype: torch.dtype,
+    device: torch.device,
+    options: dict[str, Any],
+) -> _paths.Choice:
+    """What tuning has chosen for a ``matmul``, if it has."""
+    from tpkernels.tune import local
+
+    gate, bias, residual, into = (
+        None if options.get(name) is None else tensor(name, options[name])
+        for name in ("gate", "bias", "residual", "accumulate_into")
+    )
+    activation = options.get("activation") or "none"
+    follows = _gemm.Epilogue(gate, bias, residual, float(options.get("alpha", 1.0)), activation)
+    kept = into is None and api.keeps_preact(
+        activation, options.get("save_preact", True), a, b, gate, bias, gated=gate is not None
+    )
+    return local.foreseen(choice, local.Call(a, b, follows, out_dtype, kept, into), device)
 
 
 def _product(whole: Tensor, weight: Tensor, follows: tuple[bool, bool]) -> _plans.Product:

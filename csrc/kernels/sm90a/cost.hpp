@@ -65,6 +65,9 @@ inline constexpr HopperCost kCostHopper{5.1,
                                          {0.874, 0.874, 0.884}},
                                         {2.15, 1.99, 5.62, 0.77, 0.43, 2.33}};
 
+// What plans are made with; see CostInUse.
+inline constinit CostInUse<HopperCost> hopper_cost{kCostHopper};
+
 // Copies to the peers by the copy engine, as a gather makes them: all ranks at once, one peer after the
 // other, beside a product.
 struct LinkCost {

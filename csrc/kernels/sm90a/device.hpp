@@ -141,7 +141,8 @@ class DeviceCache {
             demands.outer_major,
             ranks.key() + (call.groups != nullptr ? call.groups->key() : ""),
             std::string(call.schedule),
-            std::string(call.tile)};
+            std::string(call.tile),
+            &hopper_cost.get()};
     const std::lock_guard lock(mutex_);
     const auto found = plans_.find(key);
     if (found != plans_.end()) return found->second;
@@ -176,7 +177,7 @@ class DeviceCache {
 
  private:
   using Key = std::tuple<int64_t, int64_t, int64_t, int64_t, int, int, int64_t, int64_t, bool, bool, bool,
-                         std::string, std::string, std::string>;
+                         std::string, std::string, std::string, const HopperCost*>;
   static constexpr size_t kMaxPlans = 1024;
   std::mutex mutex_;
   std::set<std::pair<int, const void*>> prepared_;

@@ -110,12 +110,12 @@ class TilePlans {
     g.plan.splits = last.granules > 0                                  ? last.granules
                     : kind == ScheduleKind::kSplitK && s.num_slots > 0 ? s.workers / g.plan.order.size()
                                                                        : 1;
-    const double work = work_us(p_, s, tile_, cluster_, running(s), demands_, kCostHopper);
-    g.plan.predicted_us = total_us(p_, s, running(s), work, reread_bytes(kind), kCostHopper);
+    const double work = work_us(p_, s, tile_, cluster_, running(s), demands_, hopper_cost.get());
+    g.plan.predicted_us = total_us(p_, s, running(s), work, reread_bytes(kind), hopper_cost.get());
     if (direction_ == Direction::kDeparture) {
       g.plan.predicted_us +=
           departure_us(s, placement_.own_tiles, addends_, running(s),
-                       work_cost(tile_, cluster_, demands_, kCostHopper).part, kCostHopper);
+                       work_cost(tile_, cluster_, demands_, hopper_cost.get()).part, hopper_cost.get());
       for (const int64_t position : placement.turns) {
         Schedule& of = g.plan.schedule;
         g.waits_safely = g.waits_safely && of.num_pieces < kMaxPieces && tiles_apart(of, position);
@@ -128,9 +128,10 @@ class TilePlans {
   // What it takes with the rows as they arrive: hardly less.
   double predict_arrival(const GemmPlan& g) const {
     const Schedule& s = g.plan.schedule;
-    const double work = simulate_us(s, step_cost(p_, s, tile_, cluster_, running(s), demands_, kCostHopper),
-                                    grouped(g.plan.kind) ? grouped_arrivals_ : arrivals_, running(s));
-    return total_us(p_, s, running(s), work, reread_bytes(g.plan.kind), kCostHopper);
+    const double work =
+        simulate_us(s, step_cost(p_, s, tile_, cluster_, running(s), demands_, hopper_cost.get()),
+                    grouped(g.plan.kind) ? grouped_arrivals_ : arrivals_, running(s));
+    return total_us(p_, s, running(s), work, reread_bytes(g.plan.kind), hopper_cost.get());
   }
 
  private:
@@ -140,7 +141,7 @@ class TilePlans {
   // Groups are taken one after the other, and each reads all of B; those of a grouped product, a matrix each.
   double reread_bytes(ScheduleKind kind) const {
     if (demands_.matrices > 1) return static_cast<double>(demands_.matrices - 1) * bytes_of_b();
-    if (!waits() || fits_l2(p_, kCostHopper)) return 0;
+    if (!waits() || fits_l2(p_, hopper_cost.get())) return 0;
     const int64_t groups = kind == ScheduleKind::kEveryShard ? grouped_.order.num_bands
                            : kind == ScheduleKind::kOwnFirst ? 2
                                                              : 1;
@@ -153,16 +154,16 @@ class TilePlans {
     const auto row_at = row_arrivals(ranks, chunk_arrivals(ranks, p_.k, kCostLink), order.tiles_m, shape_.bm);
     arrivals_ = tile_arrivals(order, row_at);
     if (!waits()) return;
-    const auto [iter, epilogue, part] = work_cost(tile_, cluster_, demands_, kCostHopper);
-    const double least = fits_l2(p_, kCostHopper) ? 0 : bytes_of_b() / kCostHopper.bytes_per_us;
+    const auto [iter, epilogue, part] = work_cost(tile_, cluster_, demands_, hopper_cost.get());
+    const double least = fits_l2(p_, hopper_cost.get()) ? 0 : bytes_of_b() / hopper_cost.get().bytes_per_us;
     const GroupCost cost{workers_,
                          iters_per_tile(p_, shape_),
                          ScheduleOptions{}.min_iters,
                          order.batch * order.tiles_n,
                          iter,
                          epilogue,
-                         kCostHopper.publish_us * part,
-                         kCostHopper.add_us * part,
+                         hopper_cost.get().publish_us * part,
+                         hopper_cost.get().add_us * part,
                          least};
     grouped_ = place_groups(placement_, choose_groups(arrival_bands(order, row_at), cost));
     grouped_arrivals_ = tile_arrivals(grouped_.order, row_at);
