@@ -28,6 +28,8 @@ from tpkernels.ops.api import (
     matmul_replicated,
 )
 from tpkernels.ops.explain import Explanation, explain
+from tpkernels.ops.grouped import grouped_matmul
+from tpkernels.tune.mode import autotune
 
 __all__ = [
     "Explanation",
@@ -37,11 +39,13 @@ __all__ = [
     "PathRecord",
     "__version__",
     "all_gather_matmul",
+    "autotune",
     "calibrate",
     "enable_async_tp",
     "errors",
     "explain",
     "fp8",
+    "grouped_matmul",
     "last_path",
     "matmul",
     "matmul_all_reduce",

@@ -13,6 +13,16 @@ STABLE_TORCH_LIBRARY(tpkernels, m) {
       "matmul(Tensor a, Tensor b, Tensor? gate, Tensor? bias, Tensor? residual, float alpha, "
       "str activation, ScalarType? out_dtype, bool return_preact, str path) -> Tensor[]");
   m.def("matmul_accumulate(Tensor a, Tensor b, Tensor(c!) acc, str path) -> ()");
+  // group_sizes[g] rows of a by b[g], and the gradient of b, or the sum with it: a_g^T dy_g [groups, K, N],
+  // transposed: stored [groups, N, K]. grouped_matmul returns as matmul does.
+  m.def(
+      "grouped_matmul(Tensor a, Tensor b, Tensor? bias, SymInt[] group_sizes, str activation, "
+      "ScalarType? out_dtype, bool return_preact, str path) -> Tensor[]");
+  m.def(
+      "grouped_weight_grad(Tensor a, Tensor dy, SymInt[] group_sizes, bool transposed, str path) -> Tensor");
+  m.def(
+      "grouped_weight_grad_accumulate(Tensor a, Tensor dy, Tensor(c!) acc, SymInt[] group_sizes, "
+      "str path) -> ()");
 
   // Products fused with a collective over the process group named group_name. biases[i] belongs to
   // bs[bias_of[i]] (autograd cannot differentiate Tensor?[]).
@@ -89,6 +99,13 @@ STABLE_TORCH_LIBRARY(tpkernels, m) {
       "streamk_gemm(Tensor a, Tensor b, Tensor? bias, Tensor(o!) out, Tensor(p!)? preact, str activation, "
       "bool accumulate, str schedule='auto', int workers=0, int splits=1, str tile='', Tensor? gate=None, "
       "Tensor? residual=None, float alpha=1.0, int multiprocessors=0) -> ()");
+  // Rows of a [rows, K] in groups, group_sizes[g] of them multiplied by b[g] [K, N]: out and preact [rows,
+  // N], bias [groups, N], any strides; otherwise as above. One launch of the Hopper kernel for up to 64
+  // groups that have rows; elsewhere, and where it cannot load an operand, a product for each of them.
+  m.def(
+      "streamk_gemm_grouped(Tensor a, Tensor b, Tensor? bias, Tensor(o!) out, Tensor(p!)? preact, "
+      "str activation, int[] group_sizes, str schedule='auto', int workers=0, int splits=1, str tile='', "
+      "int multiprocessors=0) -> ()");
   // A plain product tied to flags, in _C_sm90a: what the fused operations are made of. Rows of a that
   // arrive in blocks (arrival_rows: their ends; slab_k: in slabs of K too) are not read before their flag has
   // reached the epoch; blocks of out's rows (bell_rows) set their bell to 1 when they are in memory. Words
@@ -169,10 +186,18 @@ STABLE_TORCH_LIBRARY(tpkernels, m) {
   // CTA; tiles, workers and partial tiles count clusters. gated: there is a gate, for which the Hopper kernel
   // takes half of the columns of each tile, and the others a second product with the same plan. finishes:
   // there is a bias, residual, preact or activation, or an output of 2 bytes is added to; outer_major: K is
-  // contiguous in neither operand. The Hopper kernel alone counts the time that these take.
+  // contiguous in neither operand. The Hopper kernel alone counts the time that these take. group_sizes, if
+  // there are any: of streamk_gemm_grouped, whose sum is m. Where it makes several launches: the plan of the
+  // longest, with tiles, partial tiles and time of all.
   m.def(
       "streamk_plan(int batch, int m, int n, int k, str device, str schedule='auto', int workers=0, "
       "int splits=1, int multiprocessors=0, str tile='', bool gated=False, bool finishes=False, "
-      "bool outer_major=False) -> (str, int[], float)");
+      "bool outer_major=False, int[] group_sizes=[]) -> (str, int[], float)");
+  // Constants of the cost models that plans are made with, as text: host/cost_text.hpp. device: "cpu" or
+  // "sm90". set_plan_cost with "": those that the library came with. sm90a_set_cost is the same for launches
+  // of _C_sm90a, which has its own copy.
+  m.def("plan_cost(str device) -> str");
+  m.def("set_plan_cost(str device, str text) -> ()");
+  m.def("sm90a_set_cost(str text) -> ()");
   m.def("build_info() -> str");
 }
