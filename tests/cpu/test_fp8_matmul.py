@@ -133,7 +133,8 @@ def test_choice_on_a_gpu(monkeypatch) -> None:
     unfit = fit._replace(a_dtype=E5M2, b_dtype=E5M2)
 
     def path(name: str, layout: _product.Layout) -> tuple[str, str]:
-        return tuple(_product.choose(parse(name, "cuda", distributed=False), gpu, layout))
+        choice = _product.choose(parse(name, "cuda", distributed=False), gpu, layout)
+        return choice.gemm, choice.why
 
     for there in (False, True):
         missing = None if there else "it is not there"
