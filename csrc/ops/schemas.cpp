@@ -62,11 +62,12 @@ STABLE_TORCH_LIBRARY(tpkernels, m) {
   // may be out itself (the same view), else it shares no memory with it. schedule is a name of
   // host/schedule_builder.hpp or 'auto'; workers = 0 means as many as run at once; tile is the name of one of
   // the device's tiles ("128x128x32" is BM x BN x BK, "128x256x64/2x1" names a cluster too), '' leaves the
-  // choice to the cost model. multiprocessors = 0 means all; on the CPU it bounds the threads.
+  // choice to the cost model. multiprocessors = 0 means all; on the CPU it bounds the threads. allow_tf32:
+  // factors of float32 may be rounded to TF32, which CUDA does then.
   m.def(
       "streamk_gemm(Tensor a, Tensor b, Tensor? bias, Tensor(o!) out, Tensor(p!)? preact, str activation, "
       "bool accumulate, str schedule='auto', int workers=0, int splits=1, str tile='', Tensor? gate=None, "
-      "Tensor? residual=None, float alpha=1.0, int multiprocessors=0) -> ()");
+      "Tensor? residual=None, float alpha=1.0, int multiprocessors=0, bool allow_tf32=False) -> ()");
   // A plain product tied to flags, in _C_sm90a: what the fused operations are made of. Rows of a that
   // arrive in blocks (arrival_rows: their ends; slab_k: in slabs of K too) are not read before their flag has
   // reached the epoch; blocks of out's rows (bell_rows) set their bell to 1 when they are in memory. Words
@@ -147,10 +148,12 @@ STABLE_TORCH_LIBRARY(tpkernels, m) {
   // CTA; tiles, workers and partial tiles count clusters. gated: there is a gate, for which the Hopper kernel
   // takes half of the columns of each tile, and the others a second product with the same plan. finishes:
   // there is a bias, residual, preact or activation, or an output of 2 bytes is added to; outer_major: K is
-  // contiguous in neither operand. The Hopper kernel alone counts the time that these take.
+  // contiguous in neither operand. The Hopper kernel alone counts the time that these take. dtype: of the
+  // operands, "bfloat16", "float16", "float32", "tf32" (float32 with allow_tf32) or "float64"; "cuda" is the
+  // kernel that the dtype gets on Hopper. The CPU's plans are the same for all.
   m.def(
       "streamk_plan(int batch, int m, int n, int k, str device, str schedule='auto', int workers=0, "
       "int splits=1, int multiprocessors=0, str tile='', bool gated=False, bool finishes=False, "
-      "bool outer_major=False) -> (str, int[], float)");
+      "bool outer_major=False, str dtype='bfloat16') -> (str, int[], float)");
   m.def("build_info() -> str");
 }

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tpkernels.ops import _activation, _nvtx
+from tpkernels.ops import _activation, _nvtx, _plans
 from tpkernels.ops._collectives import accumulate_dtype
 from tpkernels.ops._paths import Choice
 
@@ -93,7 +93,8 @@ def accumulate(choice: Choice, a: Tensor, b: Tensor, acc: Tensor) -> None:
             except RuntimeError:  # batch dimensions that no view can join
                 acc += _streamk(a, b, PLAIN, accumulate_dtype(acc.dtype), False).out
                 return
-            torch.ops.tpkernels.streamk_gemm(a3, b3, None, acc3, None, "none", True)
+            tf32 = _plans.may_use_tf32(a.dtype)
+            torch.ops.tpkernels.streamk_gemm(a3, b3, None, acc3, None, "none", True, allow_tf32=tf32)
             return
         rows = _rows_view(acc) if b.dim() == 2 and acc.dtype == accumulate_dtype(a.dtype) else None
         if rows is None:
@@ -127,15 +128,11 @@ def _streamk(a: Tensor, b: Tensor, e: Epilogue, out_dtype: torch.dtype, want_pre
         e.activation,
         False,
         gate=None if e.gate is None else _as_batched(a, e.gate)[1],
-        residual=None if e.residual is None else _readable(e.residual).reshape(out.shape),
+        residual=None if e.residual is None else e.residual.reshape(out.shape),
         alpha=e.alpha,
+        allow_tf32=_plans.may_use_tf32(a.dtype),
     )
     return Product(out.view(shape), [] if preact is None else [preact.view(shape)])
-
-
-def _readable(residual: Tensor) -> Tensor:
-    """As the kernels read it: those of CUDA know no float64."""
-    return residual.float() if residual.is_cuda and residual.dtype == torch.float64 else residual
 
 
 def _library(a: Tensor, b: Tensor, e: Epilogue, out_dtype: torch.dtype, want_preact: bool) -> Product:
