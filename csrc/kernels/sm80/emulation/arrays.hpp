@@ -83,6 +83,12 @@ class Array {
         buffer.data() + (16 - reinterpret_cast<uintptr_t>(buffer.data()) % 16) % 16 + (aligned ? 0 : bytes);
     if (broadcast) batch_stride = 0;
   }
+  // Of one batch, with value(row, col).
+  template <class Value>
+  Array(int64_t batch, int64_t rows, int64_t cols, ScalarKind kind, Memory memory, bool broadcast, Value value)
+      : Array(batch, rows, cols, kind, memory, broadcast) {
+    each([&](int64_t b, int64_t r, int64_t c) { put(kind, at(b, r, c), value(r, c)); });
+  }
   Array(const Array&) = delete;
 
   unsigned char* at(int64_t b, int64_t r, int64_t c) const {

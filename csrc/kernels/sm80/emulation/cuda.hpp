@@ -79,6 +79,7 @@ struct Fiber {
 };
 
 constexpr int kWarps = 8;
+inline bool checks_banks = false;  // whether accesses to shared memory may have no bank conflict
 
 struct Cta {
   std::vector<Fiber> fibers;
@@ -114,7 +115,31 @@ inline void barrier(int64_t Fiber::* counter, int first, int count) {
   }
 }
 inline void sync_warp() { barrier(&Fiber::warp_barriers, warp() * 32, 32); }
+
+// All lanes of a warp access `size` bytes each at these shared addresses, in turns of 128 bytes: in one turn
+// different addresses must lie in different banks.
+inline void check_banks(const uint32_t* address, uint32_t size) {
+  const uint32_t lanes = 128 / size;
+  for (uint32_t turn = 0; turn < 32; turn += lanes) {
+    for (uint32_t i = turn; i < turn + lanes; ++i) {
+      for (uint32_t j = turn; j < i; ++j) {
+        if (address[i] != address[j] && address[i] / size % lanes == address[j] / size % lanes)
+          fail("a bank conflict");
+      }
+    }
+  }
+}
 inline void sync_cta() { barrier(&Fiber::cta_barriers, 0, static_cast<int>(cta->fibers.size())); }
+
+// One lane's part of that, as all lanes come here.
+inline void check_banks_of_lane(uint32_t address, uint32_t size) {
+  if (!checks_banks) return;
+  auto& all = cta->address[warp()];
+  all[lane()] = address;
+  sync_warp();
+  check_banks(all, size);
+  sync_warp();
+}
 
 struct Index {
   int x;

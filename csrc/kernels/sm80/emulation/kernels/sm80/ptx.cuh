@@ -32,6 +32,7 @@ inline void cp_async_16(uint32_t shared, const void* global, int bytes) {
   if (bytes > 0 && reinterpret_cast<uintptr_t>(global) % 16 != 0)
     emulation::fail("misaligned cp.async source");
   shared_at(shared, 16);
+  emulation::check_banks_of_lane(shared, 16);
   emulation::self().open_group.push_back({shared, global, bytes});
 }
 
@@ -64,6 +65,7 @@ void load_matrix_x4(uint32_t (&r)[4], uint32_t shared) {
   auto& rows = emulation::cta->address[emulation::warp()];
   rows[lane] = shared;
   emulation::sync_warp();
+  if (emulation::checks_banks) emulation::check_banks(rows, 16);
   for (int block = 0; block < 4; ++block) {
     r[block] = 0;
     for (int e = 0; e < 2; ++e) {
@@ -94,6 +96,7 @@ inline uint32_t pack_fp16(float lo, float hi) {
 
 template <class T, int kCount>
 void load_shared(T (&v)[kCount], uint32_t shared) {
+  emulation::check_banks_of_lane(shared, sizeof v);
   std::memcpy(v, shared_at(shared, sizeof v), sizeof v);
 }
 
