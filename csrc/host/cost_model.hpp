@@ -30,7 +30,8 @@ struct CostConstants {
   double clear_us = 0;          // zeroing the flags of partial tiles, where there are any
 };
 
-// Portable kernel (mma.sync) on A100: 312 TFLOP/s over 108 multiprocessors at 75 %. An estimate.
+// Half precision by mma.sync on A100: 312 TFLOP/s over 108 multiprocessors at 75 %. An estimate; the portable
+// kernel's own plans use kernels/sm80/cost.hpp, which knows each of its tiles.
 constexpr CostConstants kCostSm80{5.0, 9.2e-7, 7.0e-6, 0.05, 0.8, 2.4e-5, 0.8, 3.0e-5};
 // The same kernel on H100 and H200, about half of what wgmma reaches. An estimate.
 constexpr CostConstants kCostSm90{5.0, 6.2e-7, 5.0e-6, 0.05, 0.8, 2.0e-5, 0.8, 2.4e-5};

@@ -28,10 +28,11 @@ constexpr int chunk_elements(int element_bytes) { return kChunkBytes / element_b
 template <Element kElement>
 using SumOf = std::conditional_t<kElement == Element::kFp64, double, float>;
 
-// K elements that a warp multiplies at once: those of an mma instruction (of two, m8n8k4, for fp64 before
-// sm_90); a chunk for plain fp32, which multiplies on the ordinary cores.
+// K elements that a warp multiplies at once: those of an mma instruction (for fp64 the shortest, which is as
+// fast as the longer ones and needs the fewest registers); a chunk for plain fp32, which multiplies on the
+// ordinary cores.
 constexpr int step_elements(Element e) {
-  return e == Element::kFp32 ? 4 : e == Element::kTf32 || e == Element::kFp64 ? 8 : 16;
+  return e == Element::kFp32 || e == Element::kFp64 ? 4 : e == Element::kTf32 ? 8 : 16;
 }
 
 // Output tile kBM x kBN by kWarpsM x kWarpsN warps. K is cut in iterations of kBK elements, and comes in stages

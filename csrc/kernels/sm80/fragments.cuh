@@ -7,13 +7,16 @@
 namespace tpk::sm80 {
 
 // Registers of a fragment (16 elements of M or N by one K step). For the tensor cores one of each block, as
-// layout.hpp orders them. For plain fp32 all four elements of K of each row that the lane sums, 2 of M, or 4 of
+// layout.hpp orders them; a K step of fp64 is one block long, so there are two. For plain fp32 all four elements of K of each row that the lane sums, 2 of M, or 4 of
 // N, of which the first 2 are of the first n8 block.
 template <Element kElement, FragmentOrder kOrder>
 struct FragmentOf {
   using Register = std::conditional_t<kElement == Element::kFp64, double,
                                       std::conditional_t<kElement == Element::kFp32, float, uint32_t>>;
-  static constexpr int kRegisters = kElement != Element::kFp32 ? 4 : kOrder == FragmentOrder::kA ? 8 : 16;
+  static constexpr int kRegisters = kElement == Element::kFp64   ? 2
+                                    : kElement != Element::kFp32 ? 4
+                                    : kOrder == FragmentOrder::kA ? 8
+                                                                  : 16;
 };
 
 // One operand's fragments of one K step, and where this lane finds them.
@@ -88,11 +91,11 @@ class FragmentReader {
     }
   }
 
-  __device__ __forceinline__ void read_lanes(typename Fragment::Register (&f)[4], uint32_t stage, int i,
-                                             int k_step) const {
+  __device__ __forceinline__ void read_lanes(typename Fragment::Register (&f)[Fragment::kRegisters],
+                                             uint32_t stage, int i, int k_step) const {
 #pragma unroll
-    for (int r = 0; r < 4; ++r) {
-      const BlockCoord b = fragment_block(kOrder, r);
+    for (int r = 0; r < Fragment::kRegisters; ++r) {
+      const BlockCoord b = Fragment::kRegisters == 2 ? BlockCoord{r, 0} : fragment_block(kOrder, r);
       const int k = Config::kStep * k_step + 4 * b.k;
       uint32_t address;
       if constexpr (!kIsOuterMajor) {  // fp64
@@ -163,6 +166,8 @@ __device__ __forceinline__ void multiply(Sum (&d)[4], const Register (&a)[kA], c
       for (int r = 0; r < 4; ++r)
         d[r] = multiply_add(a[r / 2 * 4 + k], b[block * 8 + r % 2 * 4 + k], d[r]);
     }
+  } else if constexpr (kElement == Element::kFp64) {
+    mma<kElement>(d, a, b[block]);
   } else {
     mma<kElement>(d, a, b[2 * block], b[2 * block + 1]);
   }

@@ -53,11 +53,10 @@ inline GemmPlan plan_gemm(const Problem& p, Element element, Generation generati
     const auto id = static_cast<int>(&shape - shapes.data());
     const int64_t most = residency.of_tile[id];
     // A named schedule fills the multiprocessors unless it is told how many workers to use.
-    for (int64_t resident = schedule == "auto" ? min64(1, most) : most; resident > 0;
-         resident = resident < most ? most : 0) {
+    for (int64_t resident = schedule == "auto" ? 1 : max64(1, most); resident <= most; ++resident) {
       Machine machine;
       machine.multiprocessors = workers > 0 ? workers : multiprocessors * resident;
-      machine.cost = cost_of(element, id, generation, resident > 1);
+      machine.cost = cost_of(element, id, generation, resident);
       GemmPlan candidate;
       candidate.tile = id;
       if (schedule == "auto") {

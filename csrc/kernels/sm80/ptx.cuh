@@ -138,23 +138,21 @@ __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint3
   }
 }
 
-// fp64. Hopper has larger shapes, and reaches its full rate with them only.
+// fp64. Before Hopper there are only shapes of eight rows; Hopper runs those at half its rate.
 template <Element kElement>
-__device__ __forceinline__ void mma(double (&d)[4], const double (&a)[4], double b0, double b1) {
+__device__ __forceinline__ void mma(double (&d)[4], const double (&a)[2], double b) {
   static_assert(kElement == Element::kFp64, "Only fp64 has sums in fp64.");
 #if __CUDA_ARCH__ >= 900
   asm volatile(
-      "mma.sync.aligned.m16n8k8.row.col.f64.f64.f64.f64 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-      "{%0, %1, %2, %3};"
+      "mma.sync.aligned.m16n8k4.row.col.f64.f64.f64.f64 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
       : "+d"(d[0]), "+d"(d[1]), "+d"(d[2]), "+d"(d[3])
-      : "d"(a[0]), "d"(a[1]), "d"(a[2]), "d"(a[3]), "d"(b0), "d"(b1));
+      : "d"(a[0]), "d"(a[1]), "d"(b));
 #else
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int row = i % 2 * 2;  // the upper eight rows, the lower ones, of each half of K
+  for (int i = 0; i < 2; ++i) {
     asm volatile("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0, %1}, {%2}, {%3}, {%0, %1};"
-                 : "+d"(d[row]), "+d"(d[row + 1])
-                 : "d"(a[i]), "d"(i < 2 ? b0 : b1));
+                 : "+d"(d[2 * i]), "+d"(d[2 * i + 1])
+                 : "d"(a[i]), "d"(b));
   }
 #endif
 }

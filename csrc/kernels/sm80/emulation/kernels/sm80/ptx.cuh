@@ -154,15 +154,12 @@ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
 }
 
 template <Element kElement>
-void mma(double (&d)[4], const double (&a)[4], double b0, double b1) {
-  auto& am = emulation::cta->a[emulation::warp()];
-  auto& bm = emulation::cta->b[emulation::warp()];
+void mma(double (&d)[4], const double (&a)[2], double b) {
   const int g = emulation::lane() / 4;
   const int t = emulation::lane() % 4;
-  for (int r = 0; r < 4; ++r) am[g + 8 * (r % 2)][t + 4 * (r / 2)] = a[r];
-  bm[t][g] = b0;
-  bm[t + 4][g] = b1;
-  multiply_blocks<8>(d);
+  for (int r = 0; r < 2; ++r) emulation::cta->a[emulation::warp()][g + 8 * r][t] = a[r];
+  emulation::cta->b[emulation::warp()][t][g] = b;
+  multiply_blocks<4>(d);
 }
 
 }  // namespace tpk::sm80
