@@ -1,6 +1,7 @@
 // Runs the portable kernel's data path on the CPU, exactly, for every tile, element and layout: global ->
 // swizzled shared memory -> fragments -> products -> accumulators -> staged output tile, by the kernel's own
-// code (see kernels/sm80/emulation), in which no access to shared memory may have a bank conflict. And its plans.
+// code (see kernels/sm80/emulation), in which no access to shared memory may have a bank conflict. And its
+// plans.
 #include "kernels/sm80/emulation/cuda.hpp"
 //
 #include <cstdint>
@@ -32,9 +33,9 @@ tpk::emulation::Array operand(OperandLayout layout, tpk::Element e, int extent, 
   const Memory memory = layout == OperandLayout::kKMajor       ? Memory::kRows
                         : layout == OperandLayout::kOuterMajor ? Memory::kCols
                                                                : Memory::kStrided;
-  return tpk::emulation::Array(1, extent, k, tpk::emulation::kind_of(e), memory, false, [=](int64_t r, int64_t c) {
-    return static_cast<double>((r * (seed + 4) + c * (13 - seed)) % 17 - 8);
-  });
+  return tpk::emulation::Array(
+      1, extent, k, tpk::emulation::kind_of(e), memory, false,
+      [=](int64_t r, int64_t c) { return static_cast<double>((r * (seed + 4) + c * (13 - seed)) % 17 - 8); });
 }
 
 // One stage of operands, all of it or (behind rows and K that there are) in part.
@@ -42,10 +43,10 @@ template <class Config, OperandLayout kA, OperandLayout kB>
 void check_tile(int m, int n, int k) {
   const tpk::emulation::Array a = operand(kA, Config::kElement, m, k, 3);
   const tpk::emulation::Array b = operand(kB, Config::kElement, n, k, 7);
-  const auto [operand_a, is_a] = read_operand(tpk::emulation::matrix(a), Config::kElementBytes, 1, m, a.row_stride,
-                                              k, a.col_stride);
-  const auto [operand_b, is_b] = read_operand(tpk::emulation::matrix(b), Config::kElementBytes, 1, n, b.row_stride,
-                                              k, b.col_stride);
+  const auto [operand_a, is_a] =
+      read_operand(tpk::emulation::matrix(a), Config::kElementBytes, 1, m, a.row_stride, k, a.col_stride);
+  const auto [operand_b, is_b] =
+      read_operand(tpk::emulation::matrix(b), Config::kElementBytes, 1, n, b.row_stride, k, b.col_stride);
   expect(is_a == kA && is_b == kB, "operands lie as they should");
   using Sum = typename Config::Sum;
   std::vector<Sum> tile(static_cast<size_t>(Config::kBM) * Config::kBN, -1e30f);
@@ -54,17 +55,17 @@ void check_tile(int m, int n, int k) {
     const int thread = thread_index_anew();
     const int warp = thread / 32;
     const FragmentReader<Config, FragmentOrder::kA, kA> reader_a(thread % 32,
-                                                                warp % Config::kWarpsM * Config::kWarpM);
+                                                                 warp % Config::kWarpsM * Config::kWarpM);
     const FragmentReader<Config, FragmentOrder::kB, kB> reader_b(thread % 32,
-                                                                warp / Config::kWarpsM * Config::kWarpN);
+                                                                 warp / Config::kWarpsM * Config::kWarpN);
     Loader<kA, Config::kBM, Config::kStageK, Config::kElementBytes, Config::kThreads> loader_a;
     Loader<kB, Config::kBN, Config::kStageK, Config::kElementBytes, Config::kThreads> loader_b;
     loader_a.start(from_a, 0, m);
     loader_b.start(from_b, 0, n);
     Accumulators<Config> acc;
     clear<Config>(acc);
-    mainloop<Config>(acc, loader_a, loader_b, reader_a, reader_b, from_a, from_b, shared_address(dynamic_shared()),
-                     (k + Config::kStageK - 1) / Config::kStageK, k);
+    mainloop<Config>(acc, loader_a, loader_b, reader_a, reader_b, from_a, from_b,
+                     shared_address(dynamic_shared()), (k + Config::kStageK - 1) / Config::kStageK, k);
     auto* const staged = reinterpret_cast<Sum*>(dynamic_shared());
     for (int part = 0; part < Config::kParts; ++part) {
       __syncthreads();
@@ -99,7 +100,8 @@ void check_staging() {
       const uint32_t at = output_offset<Config::kBN, Sum>(row, col);
       expect(used.insert(at).second && at * kBytes < Config::kRingBytes, "sums have places of their own");
       constexpr int kUnit = kChunkBytes / kBytes;
-      expect(at == output_offset<Config::kBN, Sum>(row, col / kUnit * kUnit) + static_cast<uint32_t>(col % kUnit),
+      expect(at == output_offset<Config::kBN, Sum>(row, col / kUnit * kUnit) +
+                       static_cast<uint32_t>(col % kUnit),
              "the columns that a thread stores lie side by side");
     }
   }
@@ -155,8 +157,8 @@ void check_plans(Element element) {
           for (const int64_t workers : {0, 1, 7, 300}) {
             const int64_t splits = 1 + (m + k) % 5;
             const auto plan_of = [&](std::string_view tile) {
-              return plan_gemm({m, n, k, 1}, element, Generation::kHopper, 20, schedule, workers, splits, tile,
-                               full_residency(element));
+              return plan_gemm({m, n, k, 1}, element, Generation::kHopper, 20, schedule, workers, splits,
+                               tile, full_residency(element));
             };
             const GemmPlan plan = plan_of("");
             const tpk::Schedule& s = plan.plan.schedule;

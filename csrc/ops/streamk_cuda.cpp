@@ -69,14 +69,13 @@ Element element_of(ScalarType type, bool allow_tf32) {
 }
 
 const tpk::ops::GemmRules& rules() {
-  static const tpk::ops::GemmRules rules{
-      kOp,
-      "CUDA",
-      aoti_torch_device_type_cuda(),
-      is_float,
-      is_float,
-      "bfloat16, float16, float32 or float64 for the CUDA kernels",
-      "bfloat16, float16, float32 or float64"};
+  static const tpk::ops::GemmRules rules{kOp,
+                                         "CUDA",
+                                         aoti_torch_device_type_cuda(),
+                                         is_float,
+                                         is_float,
+                                         "bfloat16, float16, float32 or float64 for the CUDA kernels",
+                                         "bfloat16, float16, float32 or float64"};
   return rules;
 }
 

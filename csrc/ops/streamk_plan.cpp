@@ -28,9 +28,9 @@ Found as_often(tpk::Plan plan, const tpk::sm90a::Demands& demands) {
 
 // A CUDA plan assumes what the device holds when it is empty, and for the portable kernel the residency of
 // the vector kernels; operands that need element loads, and cards with little shared memory, may get another.
-Found find(const tpk::Problem& p, tpk::Element element, const std::string& device, const std::string& schedule, int64_t workers,
-           int64_t splits, int64_t multiprocessors, const std::string& tile,
-           const tpk::sm90a::Demands& demands) {
+Found find(const tpk::Problem& p, tpk::Element element, const std::string& device,
+           const std::string& schedule, int64_t workers, int64_t splits, int64_t multiprocessors,
+           const std::string& tile, const tpk::sm90a::Demands& demands) {
   if (device == "cpu") {
     return as_often(tpk::ops::cpu_plan("streamk_plan", p, schedule, workers, splits, tile), demands);
   }
@@ -60,9 +60,10 @@ tpk::Element parse_element(const std::string& dtype) {
   if (dtype == "float16") return tpk::Element::kFp16;
   if (dtype == "float32") return tpk::Element::kFp32;
   if (dtype == "tf32") return tpk::Element::kTf32;
-  TPK_REQUIRE(dtype == "float64",
-              "streamk_plan: dtype must be 'bfloat16', 'float16', 'float32', 'tf32' or 'float64', but it is '",
-              dtype, "'.");
+  TPK_REQUIRE(
+      dtype == "float64",
+      "streamk_plan: dtype must be 'bfloat16', 'float16', 'float32', 'tf32' or 'float64', but it is '", dtype,
+      "'.");
   return tpk::Element::kFp64;
 }
 
@@ -80,8 +81,8 @@ std::tuple<std::string, std::vector<int64_t>, double> streamk_plan(
   TPK_REQUIRE(workers >= 0 && multiprocessors >= 0,
               "streamk_plan: workers and multiprocessors must not be negative, but they are ", workers,
               " and ", multiprocessors, ".");
-  const Found f = find({m, n, k, batch}, parse_element(dtype), device, schedule, workers, splits, multiprocessors, tile,
-                       {gated, gated || finishes, outer_major});
+  const Found f = find({m, n, k, batch}, parse_element(dtype), device, schedule, workers, splits,
+                       multiprocessors, tile, {gated, gated || finishes, outer_major});
   const tpk::Schedule& s = f.plan.schedule;
   std::vector<int64_t> numbers{f.tile.bm, f.tile.bn,     f.tile.bk,   f.plan.order.size(), s.k_iters,
                                s.workers, f.plan.splits, s.num_slots, f.cluster.m,         f.cluster.n};

@@ -164,7 +164,9 @@ def test_tiles_that_the_cpu_has_not_are_refused(tile: str, schedule: str) -> Non
     assert not bool(out.any())
     with pytest.raises(RuntimeError, match="streamk_plan: " + re.escape(sentence)):
         OPS.streamk_plan(1, 2, 5, 3, "cpu", schedule, 0, 1, 0, tile)
-    with pytest.raises(RuntimeError, match="streamk_plan: tile must be 128x256x32, 128x128x32 or 64x64x32, or empty"):
+    with pytest.raises(
+        RuntimeError, match="streamk_plan: tile must be 128x256x32, 128x128x32 or 64x64x32, or empty"
+    ):
         OPS.streamk_plan(1, 2, 5, 3, "sm90-portable", schedule, 0, 1, 0, "128x256x64")
     with pytest.raises(RuntimeError, match="streamk_plan: tile must be one of 128x256x64, 256x128x64"):
         OPS.streamk_plan(1, 2, 5, 3, "sm90", schedule, 0, 1, 0, "128x128x32")

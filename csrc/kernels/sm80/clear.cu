@@ -1,5 +1,5 @@
-// Zeroes the words through which the CTAs of one launch talk, in front of it. A kernel rather than a memset: it
-// and the product can both be launched while what comes before still runs.
+// Zeroes the words through which the CTAs of one launch talk, in front of it. A kernel rather than a memset:
+// it and the product can both be launched while what comes before still runs.
 #include "kernels/sm80/clear.hpp"
 #include "kernels/sm80/ptx.cuh"
 

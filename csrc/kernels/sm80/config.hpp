@@ -35,9 +35,10 @@ constexpr int step_elements(Element e) {
   return e == Element::kFp32 || e == Element::kFp64 ? 4 : e == Element::kTf32 ? 8 : 16;
 }
 
-// Output tile kBM x kBN by kWarpsM x kWarpsN warps. K is cut in iterations of kBK elements, and comes in stages
-// of kStageK: of a segment's last stage there may be nothing but zeros behind the segment's end.
-template <Element Operand, int BM, int BN, int BK, int StageK, int WarpsM, int WarpsN, int Stages, int MinCtas>
+// Output tile kBM x kBN by kWarpsM x kWarpsN warps. K is cut in iterations of kBK elements, and comes in
+// stages of kStageK: of a segment's last stage there may be nothing but zeros behind the segment's end.
+template <Element Operand, int BM, int BN, int BK, int StageK, int WarpsM, int WarpsN, int Stages,
+          int MinCtas>
 struct TileConfig {
   static constexpr Element kElement = Operand;
   static constexpr int kElementBytes = bytes_of(Operand);
@@ -88,7 +89,8 @@ struct TileFacts {
 
 template <class... Tiles>
 struct TileSet {
-  static constexpr TileFacts kFacts[sizeof...(Tiles)] = {{{Tiles::kBM, Tiles::kBN, Tiles::kBK}, Tiles::kMinCtas}...};
+  static constexpr TileFacts kFacts[sizeof...(Tiles)] = {
+      {{Tiles::kBM, Tiles::kBN, Tiles::kBK}, Tiles::kMinCtas}...};
   static constexpr TileShape kShapes[sizeof...(Tiles)] = {{Tiles::kBM, Tiles::kBN, Tiles::kBK}...};
 };
 

@@ -47,9 +47,7 @@ inline const TileCost& tile_cost(Element e, int tile) {
 }
 
 // An A100's multiprocessor against an H200's, by their peaks: an estimate.
-constexpr double ampere_slower(Element e) {
-  return e == Element::kFp64 || e == Element::kFp32 ? 2.8 : 1.25;
-}
+constexpr double ampere_slower(Element e) { return e == Element::kFp64 || e == Element::kFp32 ? 2.8 : 1.25; }
 
 // resident: CTAs that share a multiprocessor.
 inline CostConstants cost_of(Element e, int tile, Generation g, int64_t resident) {

@@ -57,8 +57,8 @@ class DeviceCache {
     return devices_[device] = d;
   }
 
-  // CTAs of the kernel that a multiprocessor of the current device holds; 0 if it has too little shared memory.
-  // The first call also raises the kernel's shared-memory limit, which CUDA keeps per device.
+  // CTAs of the kernel that a multiprocessor of the current device holds; 0 if it has too little shared
+  // memory. The first call also raises the kernel's shared-memory limit, which CUDA keeps per device.
   int resident(int device, const KernelInfo& kernel) {
     const int64_t available = facts(device).shared_bytes;
     const std::lock_guard lock(mutex_);
@@ -83,9 +83,9 @@ class DeviceCache {
   // Throws std::invalid_argument with a sentence where the call asks for what there is not.
   GemmPlan plan(const GemmCall& c, int major, const Residency& r) {
     const Problem& p = c.problem;
-    const auto key = std::make_tuple(p.batch, p.m, p.n, p.k, c.element, c.multiprocessors, major,
-                                     r.of_tile[0], r.of_tile[1], r.of_tile[2], c.workers, c.splits,
-                                     c.schedule, c.tile);
+    const auto key =
+        std::make_tuple(p.batch, p.m, p.n, p.k, c.element, c.multiprocessors, major, r.of_tile[0],
+                        r.of_tile[1], r.of_tile[2], c.workers, c.splits, c.schedule, c.tile);
     static_assert(kMostTiles == 3, "The key has the residency of every tile.");
     const std::lock_guard lock(mutex_);
     const auto found = plans_.find(key);

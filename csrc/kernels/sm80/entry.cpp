@@ -29,7 +29,7 @@ struct Launch {
   KernelInfo kernel{};
   unsigned grid = 1;
   bool starts_early = false;
-  int64_t zeroed_bytes = 0;  // of the workspace: [ticket | flags | partials], the first two start at zero
+  int64_t zeroed_bytes = 0;     // of the workspace: [ticket | flags | partials], the first two start at zero
   int64_t workspace_bytes = 0;  // 0: it needs none
 };
 
@@ -57,8 +57,8 @@ Launch prepare(const GemmCall& c, const Matrix& b) {
   p.schedule = plan.plan.schedule;
   p.order = plan.plan.order;
   launch.kernel = kernel_for(plan.tile);
-  launch.grid = static_cast<unsigned>(
-      min64(p.schedule.workers, c.multiprocessors * residency.of_tile[plan.tile]));
+  launch.grid =
+      static_cast<unsigned>(min64(p.schedule.workers, c.multiprocessors * residency.of_tile[plan.tile]));
   launch.starts_early = facts.major >= 9;
 
   const int64_t slots = p.schedule.num_slots;
@@ -124,8 +124,8 @@ char* allocate(const Allocator& allocator, int64_t bytes) {
   return reinterpret_cast<char*>((base + kLine - 1) / kLine * kLine);
 }
 
-// alpha * (A * gate) in the type of the sums, for the epilogue of the product that it is multiplied by. Rows are padded, so
-// that they are read and written in vectors whatever N is.
+// alpha * (A * gate) in the type of the sums, for the epilogue of the product that it is multiplied by. Rows
+// are padded, so that they are read and written in vectors whatever N is.
 Matrix scratch_of(const Problem& p, Element e) {
   Matrix m;
   m.kind = e == Element::kFp64 ? ScalarKind::kFp64 : ScalarKind::kFp32;

@@ -196,8 +196,8 @@ struct StoredPart {
   int part;
   int first;  // row
   int col;
-  int64_t n;     // of the matrix
-  int rows;      // that exist, of the tile
+  int64_t n;  // of the matrix
+  int rows;   // that exist, of the tile
   Sum bias[kCount];
 
   __device__ __forceinline__ int row(int local) const { return part_row<Tile>(part, local); }
@@ -228,8 +228,7 @@ __device__ __forceinline__ void store_sums(const GemmParams& p, const WorkItem& 
     for (int i = 0; i < kBatch; ++i) {
       const int row = s.row(local + i * S::kRowsPerPass);
       if (row >= s.rows) continue;
-      if (has_residual)
-        added[i] = *reinterpret_cast<const Unit*>(residual + row * p.residual.row_stride);
+      if (has_residual) added[i] = *reinterpret_cast<const Unit*>(residual + row * p.residual.row_stride);
       if (p.accumulate) old[i] = *reinterpret_cast<const Unit*>(out + row * p.out.row_stride);
     }
 #pragma unroll

@@ -16,7 +16,9 @@ constexpr uint32_t kPartialReady = 1;
 __device__ __forceinline__ void store_unit(float4* to, const float* v) {
   __stcg(to, make_float4(v[0], v[1], v[2], v[3]));
 }
-__device__ __forceinline__ void store_unit(double2* to, const double* v) { __stcg(to, make_double2(v[0], v[1])); }
+__device__ __forceinline__ void store_unit(double2* to, const double* v) {
+  __stcg(to, make_double2(v[0], v[1]));
+}
 __device__ __forceinline__ void load_unit(float* v, const float4* from) {
   const float4 x = __ldcg(from);
   v[0] = x.x, v[1] = x.y, v[2] = x.z, v[3] = x.w;
@@ -51,7 +53,8 @@ __device__ __forceinline__ void publish_partial(const GemmParams& p, int64_t slo
   for (int i = 0; i < Tile::kFragmentsM; ++i) {
 #pragma unroll
     for (int u = 0; u < S::kUnits; ++u) {
-      store_unit(to + (i * S::kUnits + u) * Tile::kThreads, &acc[i][u * S::kPerUnit / 4][u * S::kPerUnit % 4]);
+      store_unit(to + (i * S::kUnits + u) * Tile::kThreads,
+                 &acc[i][u * S::kPerUnit / 4][u * S::kPerUnit % 4]);
     }
   }
   __syncthreads();

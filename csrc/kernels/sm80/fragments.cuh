@@ -7,14 +7,15 @@
 namespace tpk::sm80 {
 
 // Registers of a fragment (16 elements of M or N by one K step). For the tensor cores one of each block, as
-// layout.hpp orders them; a K step of fp64 is one block long, so there are two. For plain fp32 all four elements of K of each row that the lane sums, 2 of M, or 4 of
-// N, of which the first 2 are of the first n8 block.
+// layout.hpp orders them; a K step of fp64 is one block long, so there are two. For plain fp32 all four
+// elements of K of each row that the lane sums, 2 of M, or 4 of N, of which the first 2 are of the first n8
+// block.
 template <Element kElement, FragmentOrder kOrder>
 struct FragmentOf {
   using Register = std::conditional_t<kElement == Element::kFp64, double,
                                       std::conditional_t<kElement == Element::kFp32, float, uint32_t>>;
-  static constexpr int kRegisters = kElement == Element::kFp64   ? 2
-                                    : kElement != Element::kFp32 ? 4
+  static constexpr int kRegisters = kElement == Element::kFp64    ? 2
+                                    : kElement != Element::kFp32  ? 4
                                     : kOrder == FragmentOrder::kA ? 8
                                                                   : 16;
 };
@@ -28,8 +29,7 @@ class FragmentReader {
   static constexpr Element kElement = Config::kElement;
   using Fragment = FragmentOf<kElement, kOrder>;
   using Fragments = typename Fragment::Register[kFragments][Fragment::kRegisters];
-  using Tile = OperandTile<kLayout, kIsA ? Config::kBM : Config::kBN, Config::kStageK,
-                           Config::kElementBytes>;
+  using Tile = OperandTile<kLayout, kIsA ? Config::kBM : Config::kBN, Config::kStageK, Config::kElementBytes>;
 
   __device__ __forceinline__ FragmentReader(int lane, int first_outer) {
     if constexpr (kByLdmatrix) {
@@ -73,14 +73,15 @@ class FragmentReader {
   static_assert(kByLdmatrix || (kIsA ? Config::kWarpM : Config::kWarpN) % 32 == 0,
                 "A warp's part begins at a multiple of eight chunks.");
 
-  // The tensor cores' registers by ordinary loads: lane 4 g + t has element g of M or N and t of K of a block.
+  // The tensor cores' registers by ordinary loads: lane 4 g + t has element g of M or N and t of K of a
+  // block.
   __device__ __forceinline__ void start_lanes(int lane, int first_outer) {
     const int g = lane / 4;
     const int t = lane % 4;
     constexpr int kPer = Tile::kChunkElements;
     if constexpr (!kIsOuterMajor) {
-      address_[0] = Tile::offset(first_outer + g, t / kPer) +
-                    static_cast<uint32_t>(t % kPer * Config::kElementBytes);
+      address_[0] =
+          Tile::offset(first_outer + g, t / kPer) + static_cast<uint32_t>(t % kPer * Config::kElementBytes);
     } else {
 #pragma unroll
       for (int i = 0; i < kAddresses; ++i) {
@@ -143,8 +144,8 @@ class FragmentReader {
         for (int k = 0; k < 4; ++k) {
           float v[kNeighbours];
           const int chunk = (4 * i + 2 * o) ^ Tile::swizzle(k);
-          load_shared(v, stage + address_[0] +
-                             static_cast<uint32_t>(chunk * kChunk + (4 * k_step + k) * kRowBytes));
+          load_shared(
+              v, stage + address_[0] + static_cast<uint32_t>(chunk * kChunk + (4 * k_step + k) * kRowBytes));
 #pragma unroll
           for (int e = 0; e < kNeighbours; ++e) f[(o * kNeighbours + e) * 4 + k] = v[e];
         }
@@ -163,8 +164,7 @@ __device__ __forceinline__ void multiply(Sum (&d)[4], const Register (&a)[kA], c
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
 #pragma unroll
-      for (int r = 0; r < 4; ++r)
-        d[r] = multiply_add(a[r / 2 * 4 + k], b[block * 8 + r % 2 * 4 + k], d[r]);
+      for (int r = 0; r < 4; ++r) d[r] = multiply_add(a[r / 2 * 4 + k], b[block * 8 + r % 2 * 4 + k], d[r]);
     }
   } else if constexpr (kElement == Element::kFp64) {
     mma<kElement>(d, a, b[block]);

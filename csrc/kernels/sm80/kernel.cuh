@@ -19,8 +19,8 @@ namespace tpk::sm80 {
 // CTAs per multiprocessor that the registers must allow. The strided loader needs more of them for its
 // addresses.
 template <class Tile, OperandLayout kLayout>
-constexpr int kMinCtas = kLayout == OperandLayout::kStrided && Tile::kMinCtas > 1 ? Tile::kMinCtas * 3 / 4
-                                                                                  : Tile::kMinCtas;
+constexpr int kMinCtas =
+    kLayout == OperandLayout::kStrided && Tile::kMinCtas > 1 ? Tile::kMinCtas * 3 / 4 : Tile::kMinCtas;
 
 template <class Tile, OperandLayout kLayoutA, OperandLayout kLayoutB>
 __global__ void __launch_bounds__(Tile::kThreads, kMinCtas<Tile, kLayoutA>)

@@ -16,10 +16,10 @@ struct ChunkCoord {
   int k;      // first element along K
 };
 
-// A warp reads fragments of 16 (M or N) elements by one K step. For the tensor cores a lane has four registers
-// of a fragment, one of each of its four blocks of 8 (M or N) by half a step. For A mma wants the blocks in
-// the order (outer, k) = (0, 0), (1, 0), (0, 1), (1, 1). For B the fragment holds two n8 blocks, and each must
-// be a pair of neighbouring registers: (0, 0), (0, 1), (1, 0), (1, 1).
+// A warp reads fragments of 16 (M or N) elements by one K step. For the tensor cores a lane has four
+// registers of a fragment, one of each of its four blocks of 8 (M or N) by half a step. For A mma wants the
+// blocks in the order (outer, k) = (0, 0), (1, 0), (0, 1), (1, 1). For B the fragment holds two n8 blocks,
+// and each must be a pair of neighbouring registers: (0, 0), (0, 1), (1, 0), (1, 1).
 enum class FragmentOrder { kA, kB };
 
 struct BlockCoord {
@@ -42,7 +42,8 @@ struct KMajorTile {
   static constexpr int kChunkElements = chunk_elements(kElementBytes);
   static constexpr int kChunksPerRow = kRowBytes / kChunkBytes;
   static constexpr int kChunks = kExtent * kChunksPerRow;
-  static_assert(kRowBytes == 128 || kElementBytes < 8, "Rows of 8-byte elements have the width of all banks.");
+  static_assert(kRowBytes == 128 || kElementBytes < 8,
+                "Rows of 8-byte elements have the width of all banks.");
 
   // Byte offset of the k_chunk-th chunk of a row.
   TPK_HD static uint32_t offset(int outer, int k_chunk) {
@@ -63,10 +64,9 @@ struct OuterMajorTile {
   static constexpr int kRowBytes = kExtent * kElementBytes;
   static_assert(kChunksPerRow % 8 == 0, "The swizzle permutes groups of eight chunks.");
 
-  // What is xored into the number of a chunk of row k. Linear: of rows i + j without common bits it is the xor.
-  TPK_HD static constexpr int swizzle(int k) {
-    return kElementBytes == 2 ? k & 7 : (k & 3) << 1;
-  }
+  // What is xored into the number of a chunk of row k. Linear: of rows i + j without common bits it is the
+  // xor.
+  TPK_HD static constexpr int swizzle(int k) { return kElementBytes == 2 ? k & 7 : (k & 3) << 1; }
   // Byte offset of elements (outer_chunk * kChunkElements ..., k).
   TPK_HD static uint32_t offset(int outer_chunk, int k) {
     return static_cast<uint32_t>(k * kRowBytes + ((outer_chunk ^ swizzle(k)) << 4));

@@ -131,8 +131,7 @@ class Loader<OperandLayout::kStrided, kExtent, kBK, kElementBytes, kThreads> {
       for (int j = 0; j < 4; ++j) {
         const char* const at = element + 2 * j * stride;
         const uint32_t low = 2 * j < valid ? *reinterpret_cast<const unsigned short*>(at) : 0u;
-        const uint32_t high =
-            2 * j + 1 < valid ? *reinterpret_cast<const unsigned short*>(at + stride) : 0u;
+        const uint32_t high = 2 * j + 1 < valid ? *reinterpret_cast<const unsigned short*>(at + stride) : 0u;
         words[j] = low | high << 16;
       }
     } else if constexpr (kElementBytes == 4) {

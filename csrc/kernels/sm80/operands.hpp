@@ -54,9 +54,8 @@ inline Output read_output(const Matrix& t, Element e, const Problem& p) {
   const int64_t col = detail::used(p.n, t.col_stride);
   const bool is_fp64 = e == Element::kFp64;
   const int64_t columns = is_fp64 ? 2 : 4;
-  const bool vector = (t.kind == ScalarKind::kFp64) == is_fp64 && col == 1 &&
-                      batch % columns == 0 && row % columns == 0 &&
-                      detail::is_aligned(t.data, columns * bytes);
+  const bool vector = (t.kind == ScalarKind::kFp64) == is_fp64 && col == 1 && batch % columns == 0 &&
+                      row % columns == 0 && detail::is_aligned(t.data, columns * bytes);
   return {t.data, batch * bytes, row * bytes, col * bytes, vector};
 }
 

@@ -85,7 +85,8 @@ class Array {
   }
   // Of one batch, with value(row, col).
   template <class Value>
-  Array(int64_t batch, int64_t rows, int64_t cols, ScalarKind kind, Memory memory, bool broadcast, Value value)
+  Array(int64_t batch, int64_t rows, int64_t cols, ScalarKind kind, Memory memory, bool broadcast,
+        Value value)
       : Array(batch, rows, cols, kind, memory, broadcast) {
     each([&](int64_t b, int64_t r, int64_t c) { put(kind, at(b, r, c), value(r, c)); });
   }
@@ -158,9 +159,7 @@ inline ScalarKind kind_of(Element e) {
                                : ScalarKind::kFp32;
 }
 // Error of a sum, as a part of the sizes of all that is added.
-inline double sum_error(Element e) {
-  return e == Element::kFp64 ? 1e-14 : e == Element::kTf32 ? 1e-3 : 1e-5;
-}
+inline double sum_error(Element e) { return e == Element::kFp64 ? 1e-14 : e == Element::kTf32 ? 1e-3 : 1e-5; }
 constexpr std::initializer_list<Element> kElements = {Element::kBf16, Element::kFp16, Element::kFp32,
                                                       Element::kTf32, Element::kFp64};
 constexpr std::initializer_list<ScalarKind> kKinds = {ScalarKind::kBf16, ScalarKind::kFp16, ScalarKind::kFp32,

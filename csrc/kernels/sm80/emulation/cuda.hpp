@@ -194,4 +194,3 @@ inline void launch(int grid, int threads, const std::function<void()>& kernel) {
 inline void __syncthreads() { tpk::emulation::sync_cta(); }
 #define threadIdx (tpk::emulation::thread_index())
 #define blockIdx (tpk::emulation::block_index())
-

@@ -60,7 +60,7 @@ inline std::function<void(const void* kernel, int grid, int threads, void** argu
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 inline const char* cudaGetErrorString(cudaError_t) { return "an emulated error"; }
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
-  *value = attribute == cudaDevAttrMultiProcessorCount      ? tpk::emulation::kMultiprocessors
+  *value = attribute == cudaDevAttrMultiProcessorCount            ? tpk::emulation::kMultiprocessors
            : attribute == cudaDevAttrComputeCapabilityMajor       ? 9
            : attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin ? tpk::emulation::kSharedBytes
                                                                   : 0;

@@ -135,9 +135,8 @@ void trial(int number) {
   call.multiprocessors = static_cast<int>(between(1, kMultiprocessors));
 
   const std::string context = "trial " + std::to_string(number) + (has_gate ? " gated " : " ") + schedule +
-                              " element " + std::to_string(static_cast<int>(factors)) +
-                              " m, n, k " + std::to_string(m) + " " + std::to_string(n) + " " +
-                              std::to_string(k);
+                              " element " + std::to_string(static_cast<int>(factors)) + " m, n, k " +
+                              std::to_string(m) + " " + std::to_string(n) + " " + std::to_string(k);
   Workspace workspace;
   std::string message;
   const GemmOutcome outcome = run(call, workspace.allocator(), &message);
@@ -183,7 +182,8 @@ void check_what_is_not_done() {
   expect_message(call, workspace.allocator(), GemmOutcome::kRefused, "has no hooks");
   call.hooks = nullptr;
   call.tile = "64x64x31";
-  expect_message(call, workspace.allocator(), GemmOutcome::kFailed, "tile must be 128x256x32, 128x128x32 or 64x64x32");
+  expect_message(call, workspace.allocator(), GemmOutcome::kFailed,
+                 "tile must be 128x256x32, 128x128x32 or 64x64x32");
   call.tile = "";
   call.schedule = "magic";
   expect_message(call, workspace.allocator(), GemmOutcome::kFailed, "schedule must be one of");
@@ -205,9 +205,8 @@ int main(int argc, char** argv) {
   run_kernel = [](const void* kernel, int grid, int threads, void** arguments) {
     if (kernel == sm80::clear_kernel().function) {
       const auto clear = reinterpret_cast<void (*)(uint4*, int)>(const_cast<void*>(kernel));
-      launch(grid, threads, [&] {
-        clear(*static_cast<uint4**>(arguments[0]), *static_cast<int*>(arguments[1]));
-      });
+      launch(grid, threads,
+             [&] { clear(*static_cast<uint4**>(arguments[0]), *static_cast<int*>(arguments[1])); });
       return;
     }
     const auto function = reinterpret_cast<void (*)(sm80::GemmParams)>(const_cast<void*>(kernel));

@@ -10,10 +10,10 @@
 #include <span>
 #include <string>
 
+#include "host/plan.hpp"
 #include "kernels/sm80/emulation/arrays.hpp"
 #include "kernels/sm80/kernel.cuh"
 #include "kernels/sm80/operands.hpp"
-#include "host/plan.hpp"
 
 using namespace tpk;
 using namespace tpk::emulation;
@@ -142,8 +142,8 @@ int64_t trial() {
         static_cast<long long>(wrong), Tile::kBM, static_cast<int>(kElement), static_cast<long long>(batch),
         static_cast<long long>(m), static_cast<long long>(n), static_cast<long long>(k),
         static_cast<int>(layout_a), static_cast<int>(layout_b), static_cast<int>(out_kind), has_bias,
-        has_preact, has_mul, residual_is, p.alpha, p.accumulate,
-        static_cast<int>(p.activation), schedule.c_str(), static_cast<long long>(p.schedule.workers),
+        has_preact, has_mul, residual_is, p.alpha, p.accumulate, static_cast<int>(p.activation),
+        schedule.c_str(), static_cast<long long>(p.schedule.workers),
         static_cast<long long>(p.schedule.num_slots), grid);
   }
   return wrong;
