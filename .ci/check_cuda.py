@@ -4,8 +4,8 @@
     python .ci/check_cuda.py --complete build/build.log csrc/kernels/sm80/*.cu    only: does the log report on all?
 
 Fails on register spills, on ptxas warnings about lost performance (C7504 to C7515) and, where cuobjdump can be
-found, on kernels of matrix products without tensor-core instructions (HMMA; in _C_sm90a HGMMA, which is wgmma) and
-on Hopper kernels that use local memory in their main loop.
+found, on kernels of matrix products without tensor-core instructions (HMMA, DMMA of float64; in _C_sm90a HGMMA, which
+is wgmma; FFMA of plain float32 multiplies without) and on Hopper kernels that use local memory in their main loop.
 """
 
 import re
@@ -22,6 +22,7 @@ from typing import NamedTuple
 MAY_SPILL = re.compile(r"sm90a.*TileConfigILi(?:128|192|256)ELi192E")
 LOST_PERFORMANCE = re.compile(r"\(C75(?:0[4-9]|1[0-5])\)")
 LOCAL_MEMORY = re.compile(r"\b(?:LDL|STL)\b")
+WIDE = re.compile(r"sm80.*TileConfigILNS_7ElementE(\d)E")  # tpk::Element: 2 is plain float32, 4 is float64
 BRANCH = re.compile(r"\bBRA\b.* 0x([0-9a-f]+) ;")
 
 COMMAND = re.compile(r"^\[\d+/\d+\] .*? -c (?:-c )?(\S+)")  # of ninja; what the compiler said comes after it
@@ -94,9 +95,12 @@ class MachineCode(NamedTuple):
     local_memory: int  # loads and stores of local memory in its main loop
 
 
-def needed_instruction(library: str) -> str:
-    """The tensor-core instruction that every matrix product in this library must have."""
-    return "HGMMA" if "sm90a" in Path(library).name else "HMMA"
+def needed_instruction(library: str, kernel: str = "") -> str:
+    """The instruction that every matrix product in this library must have, but those of a kernel of wide operands."""
+    if "sm90a" in Path(library).name:
+        return "HGMMA"
+    element = WIDE.search(kernel)
+    return {"2": "FFMA", "4": "DMMA"}.get(element[1], "HMMA") if element else "HMMA"
 
 
 def inspect(tensor_core: list[int], local_memory: list[int], loops: list[tuple[int, int]]) -> MachineCode:
@@ -110,9 +114,9 @@ def inspect(tensor_core: list[int], local_memory: list[int], loops: list[tuple[i
     return MachineCode(len(tensor_core), sum(any(s <= x <= e for s, e in spans) for x in local_memory))
 
 
-def read_machine_code(lines: Iterable[str], instruction: str) -> dict[str, MachineCode]:
-    """The kernels in the output of `cuobjdump -sass`, by "name (sm_80)"."""
-    tensor_core = re.compile(rf"\b{instruction}\b")
+def read_machine_code(lines: Iterable[str], library: str) -> dict[str, MachineCode]:
+    """The kernels in the output of `cuobjdump -sass` of a library, by "name (sm_80)"."""
+    tensor_core = re.compile(rf"\b{needed_instruction(library)}\b")
     found: dict[str, tuple[list[int], list[int], list[tuple[int, int]]]] = {}
     arch, kernel = "", ([], [], [])
     for line in lines:
@@ -126,6 +130,7 @@ def read_machine_code(lines: Iterable[str], instruction: str) -> dict[str, Machi
                 kernel[2].append((int(branch[1], 16), address))
         elif match := re.search(r"Function : (\S+)", line):
             kernel = found.setdefault(f"{match[1]} ({arch})", ([], [], []))
+            tensor_core = re.compile(rf"\b{needed_instruction(library, match[1])}\b")
         elif match := re.match(r"arch = (sm_\w+)", line):
             arch = match[1]
     return {name: inspect(*lists) for name, lists in found.items()}
@@ -136,9 +141,12 @@ def machine_code_problems(library: str, kernels: dict[str, MachineCode]) -> list
     products = {name: code for name, code in kernels.items() if "gemm" in name.lower()}
     if not products:
         return [f"{library} has no kernel with 'gemm' in its name"]
-    instruction = needed_instruction(library)
-    found = [f"{n} has no {instruction} instruction" for n, code in products.items() if not code.tensor_core]
-    if instruction == "HGMMA":
+    found = [
+        f"{n} has no {needed_instruction(library, n)} instruction"
+        for n, code in products.items()
+        if not code.tensor_core
+    ]
+    if needed_instruction(library) == "HGMMA":
         found += [
             f"{n} uses local memory {code.local_memory} times in its main loop"
             for n, code in products.items()
@@ -151,7 +159,7 @@ def read_library(cuobjdump: str, library: str) -> dict[str, MachineCode]:
     """The kernels in a library's machine code."""
     process = subprocess.Popen([cuobjdump, "-sass", library], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    kernels = read_machine_code(process.stdout, needed_instruction(library))
+    kernels = read_machine_code(process.stdout, library)
     if process.wait() != 0:
         raise SystemExit(f"{cuobjdump} -sass {library} ended with status {process.returncode}")
     return kernels
@@ -179,7 +187,7 @@ def main() -> int:
     for library in libraries if cuobjdump else []:
         code = read_library(cuobjdump, library)
         count = sum(c.tensor_core for c in code.values())
-        print(f"{library}: {len(code)} kernels, {count} {needed_instruction(library)} instructions")
+        print(f"{library}: {len(code)} kernels, {count} instructions that multiply")
         found += machine_code_problems(library, code)
     for sentence in found:
         print("problem:", sentence)

@@ -1,11 +1,11 @@
 // One call of a GPU product, as the op hands it to the kernels of an architecture. Pure C++: no torch, so
 // that libraries with different kernels share it and a test can make one by hand.
 //
-//   v   = alpha * (A * B)                          fp32; A * B: the sum of all pairs' products
-//   v   = the sum over ranks                       own rows of a departure: see kernels/gemm_hooks.hpp
-//   v  += bias                                     pre-activation, stored as preact if asked for
-//   v   = activation(v)
-//   v   = activation(alpha * (A * gate)) * v       where there is a gate; bias and preact are refused then,
+//   v   = alpha * (A * B)                          fp32, fp64 of fp64 operands; A * B: the sum of all pairs'
+//   products v   = the sum over ranks                       own rows of a departure: see
+//   kernels/gemm_hooks.hpp v  += bias                                     pre-activation, stored as preact if
+//   asked for v   = activation(v) v   = activation(alpha * (A * gate)) * v       where there is a gate; bias
+//   and preact are refused then,
 //                                                  and the activation applies to the gate alone
 //   v  += residual
 //   v  += out                                      where accumulate is set
@@ -43,7 +43,7 @@ struct GemmCall {
   Matrix residual;  // [batch, M, N]
   Matrix out;       // [batch, M, N]
   Matrix preact;    // [batch, M, N], kind of out
-  float alpha = 1.0f;
+  double alpha = 1.0;
   Activation activation = Activation::kNone;
   bool accumulate = false;
 

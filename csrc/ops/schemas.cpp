@@ -94,11 +94,12 @@ STABLE_TORCH_LIBRARY(tpkernels, m) {
   // may be out itself (the same view), else it shares no memory with it. schedule is a name of
   // host/schedule_builder.hpp or 'auto'; workers = 0 means as many as run at once; tile is the name of one of
   // the device's tiles ("128x128x32" is BM x BN x BK, "128x256x64/2x1" names a cluster too), '' leaves the
-  // choice to the cost model. multiprocessors = 0 means all; on the CPU it bounds the threads.
+  // choice to the cost model. multiprocessors = 0 means all; on the CPU it bounds the threads. allow_tf32:
+  // factors of float32 may be rounded to TF32, which CUDA does then.
   m.def(
       "streamk_gemm(Tensor a, Tensor b, Tensor? bias, Tensor(o!) out, Tensor(p!)? preact, str activation, "
       "bool accumulate, str schedule='auto', int workers=0, int splits=1, str tile='', Tensor? gate=None, "
-      "Tensor? residual=None, float alpha=1.0, int multiprocessors=0) -> ()");
+      "Tensor? residual=None, float alpha=1.0, int multiprocessors=0, bool allow_tf32=False) -> ()");
   // Rows of a [rows, K] in groups, group_sizes[g] of them multiplied by b[g] [K, N]: out and preact [rows,
   // N], bias [groups, N], any strides; otherwise as above. One launch of the Hopper kernel for up to 64
   // groups that have rows; elsewhere, and where it cannot load an operand, a product for each of them.
@@ -188,11 +189,13 @@ STABLE_TORCH_LIBRARY(tpkernels, m) {
   // there is a bias, residual, preact or activation, or an output of 2 bytes is added to; outer_major: K is
   // contiguous in neither operand. The Hopper kernel alone counts the time that these take. group_sizes, if
   // there are any: of streamk_gemm_grouped, whose sum is m. Where it makes several launches: the plan of the
-  // longest, with tiles, partial tiles and time of all.
+  // longest, with tiles, partial tiles and time of all. dtype: of the operands, "bfloat16", "float16",
+  // "float32", "tf32" (float32 with allow_tf32) or "float64"; "cuda" is the kernel that the dtype gets on
+  // Hopper. The CPU's plans are the same for all.
   m.def(
       "streamk_plan(int batch, int m, int n, int k, str device, str schedule='auto', int workers=0, "
       "int splits=1, int multiprocessors=0, str tile='', bool gated=False, bool finishes=False, "
-      "bool outer_major=False, int[] group_sizes=[]) -> (str, int[], float)");
+      "bool outer_major=False, int[] group_sizes=[], str dtype='bfloat16') -> (str, int[], float)");
   // Constants of the cost models that plans are made with, as text: host/cost_text.hpp. device: "cpu" or
   // "sm90". set_plan_cost with "": those that the library came with. sm90a_set_cost is the same for launches
   // of _C_sm90a, which has its own copy.

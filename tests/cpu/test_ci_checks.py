@@ -76,7 +76,7 @@ def test_local_memory_is_allowed_before_and_after_the_main_loop_only():
     check = load_script(".ci/check_cuda.py")
 
     def judge(text: str) -> list[str]:
-        code = check.read_machine_code(text.splitlines(), "HGMMA")
+        code = check.read_machine_code(text.splitlines(), "x/_C_sm90a.abi3.so")
         assert set(code) == {"_Z11gemm_kernel (sm_90a)", "_Z4copy (sm_90a)"}
         return check.machine_code_problems("x/_C_sm90a.abi3.so", code)
 
@@ -94,7 +94,7 @@ def test_products_must_use_the_tensor_cores_of_their_library():
     check = load_script(".ci/check_cuda.py")
 
     def judge(library: str, text: str) -> list[str]:
-        code = check.read_machine_code(text.splitlines(), check.needed_instruction(library))
+        code = check.read_machine_code(text.splitlines(), library)
         return check.machine_code_problems(library, code)
 
     ampere = SASS.replace("HGMMA.64x256x16", "HMMA.16816")
@@ -104,6 +104,22 @@ def test_products_must_use_the_tensor_cores_of_their_library():
     assert judge("_C_sm90a.so", SASS.replace("gemm", "gem")) == [
         "_C_sm90a.so has no kernel with 'gemm' in its name"
     ]
+
+
+def test_wide_operands_have_instructions_of_their_own():
+    check = load_script(".ci/check_cuda.py")
+    name = "_ZN3tpk4sm8019streamk_gemm_kernelINS0_10TileConfigILNS_7ElementE{}ELi64ELi64EEEvv"
+    needed = {0: "HMMA.16816", 1: "HMMA.16816", 2: "FFMA", 3: "HMMA.1688", 4: "DMMA.16x8x4"}
+    for element, right in needed.items():
+        for instruction in set(needed.values()):
+            text = SASS.replace("_Z11gemm_kernel", name.format(element)).replace(
+                "HGMMA.64x256x16", instruction
+            )
+            code = check.read_machine_code(text.splitlines(), "_C_sm80.so")
+            found = check.machine_code_problems("_C_sm80.so", code)
+            short = right.partition(".")[0]
+            wrong = [f"{name.format(element)} (sm_90a) has no {short} instruction"]
+            assert found == ([] if instruction.startswith(short) else wrong)
 
 
 def test_kernels_missing_from_an_incremental_log_are_found(tmp_path):

@@ -285,6 +285,7 @@ def _streamk_fake(
     residual: Tensor | None = None,
     alpha: float = 1.0,
     multiprocessors: int = 0,
+    allow_tf32: bool = False,
 ) -> None:
     """The kernel writes into ``out`` and ``preact`` and returns nothing."""
 

@@ -34,7 +34,7 @@ FUSED = "fused"
 TRANSPORTS = ("nccl", "gloo", "mpi", "ucc", "fake", FUSED)
 STREAMK_DTYPES = {
     "cpu": (torch.float64, torch.float32, torch.bfloat16, torch.float16),
-    "cuda": (torch.bfloat16, torch.float16),
+    "cuda": (torch.bfloat16, torch.float16, torch.float32, torch.float64),
 }
 
 
