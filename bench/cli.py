@@ -26,6 +26,7 @@ Measures tpkernels and every other implementation side by side.
   compare   two result files, case by case                 (compare --help)
   fit       constants of the Hopper cost model from rows   (fit --help)
   fit-paths constants of path choice from rows             (fit-paths --help)
+  host      what a call costs the host, beside plain torch (host --help)
   list      the suites, or the cases and variants of one: list gemm
 """
 _EXAMPLES = """\
@@ -96,6 +97,19 @@ def _dispatch(arguments: list[str]) -> int:
 
         given = _fit_paths_parser().parse_args(arguments[1:])
         return fit_paths.run(given.files, quick=given.quick, write=given.write, stdout=sys.stdout)
+    if command == "host":
+        from . import host_time
+
+        given = _host_parser().parse_args(arguments[1:])
+        return host_time.run(
+            given.ranks,
+            given.ops,
+            given.backend,
+            path=given.path,
+            seconds=given.seconds,
+            profile=given.profile,
+            stdout=sys.stdout,
+        )
     from . import start
 
     if command == "list":
@@ -131,7 +145,9 @@ def _suites(text: str) -> tuple[str, ...]:
 
     names = tuple(suites.SUITES) if text == "all" else _names(text)
     for name in names or ("",):
-        check_known("suite", name, [*suites.names(), "all", "report", "compare", "fit", "fit-paths", "list"])
+        check_known(
+            "suite", name, [*suites.names(), "all", "report", "compare", "fit", "fit-paths", "host", "list"]
+        )
     return names
 
 
@@ -308,4 +324,24 @@ def _fit_paths_parser() -> argparse.ArgumentParser:
         help="calls of up to so many bytes were made by the kernel of low latency (default: as in the table)",
     )
     parser.add_argument("--write", action="store_true", help="into tpkernels/comm/machines.py")
+    return parser
+
+
+def _host_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="bench host",
+        description="What an eager call of ours costs the calling thread, beside the torch calls that it stands for.",
+    )
+    add = parser.add_argument
+    add("--ranks", metavar="N[,N]", type=_numbers, default=(1, 2), help="default: 1,2")
+    add("--op", dest="ops", metavar="NAME[,NAME]", type=_names, default=(), help="operations (default: all)")
+    add(
+        "--backend",
+        choices=["gloo", "nccl", "fake"],
+        default="gloo",
+        help="of the ranks (default: %(default)s); nccl: on GPUs; fake: one process on CPU that sends nothing",
+    )
+    add("--path", default="auto", help="of our operations (default: %(default)s)")
+    add("--seconds", metavar="S", type=_seconds, default=1.0, help="for each number (default: %(default)s)")
+    add("--profile", metavar="OP", default="", help="cProfile's table of one operation in place of times")
     return parser

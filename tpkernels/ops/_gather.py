@@ -30,7 +30,6 @@ from tpkernels.ops._products import (
     Plan,
     bias_grads,
     grads_wanted,
-    no_grad,
     note_products,
     preact_grads,
     run_products,
@@ -271,7 +270,7 @@ def _all_gather_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...
             weight_grad(operand(), dy, b, ctx.path, target=target) if need and dy is not None else None
             for need, dy, b, target in zip(need_bs, dys, bs, ctx.targets, strict=True)
         ]
-    return (grad_a, grad_bs, bias_grads(ctx, dys), no_grad(ctx.bias_of), *(None,) * 9)
+    return grad_a, grad_bs, bias_grads(ctx, dys)
 
 
 def _reduce_scatter_grad(

@@ -87,7 +87,7 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
             grad_a, grad_b, grad_bias = _plain_grads(ctx, grads, a, b, bias, kept)
         else:
             grad_a, grad_b, grad_gate = _gated_grads(ctx, grads, a, b, gate, kept)
-    return grad_a, grad_b, grad_gate, grad_bias, grad_residual, None, None, None, None, None
+    return grad_a, grad_b, grad_gate, grad_bias, grad_residual
 
 
 _Three = tuple[Tensor | None, Tensor | None, Tensor | None]

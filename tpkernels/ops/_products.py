@@ -118,8 +118,3 @@ def bias_grads(ctx: Any, dys: Sequence[Tensor | None]) -> list[Tensor | None]:
 def grads_wanted(*tensors: Sequence[Tensor]) -> list[bool]:
     """Which lists hold a tensor that needs a gradient: the backward pass communicates for those."""
     return [any(t.requires_grad for t in some) for some in tensors]
-
-
-def no_grad(integers: list[int]) -> list[None] | None:
-    """Gradient of a list of integers; torch takes an empty one for a list of tensors and wants a list back."""
-    return None if integers else []

@@ -336,7 +336,7 @@ def _scatter_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         made = scatter_grads(
             dy, as_, bs, (need_as, need_bs, need_bias), ctx.targets, ctx.dim, sizes, ctx.group, ctx.path
         )
-        return (*made, grad_residual, *(None,) * 5)
+        return (*made, grad_residual)
     grad_as: list[Tensor | None] = [None] * n
     whole = None
     if any(need_as):
@@ -356,7 +356,7 @@ def _scatter_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         for need, a, b, target in zip(need_bs, as_, bs, ctx.targets, strict=True)
     ]
     grad_bias = sum_rows(whole) if need_bias and whole is not None else None
-    return (grad_as, grad_bs, grad_bias, grad_residual, *(None,) * 5)
+    return grad_as, grad_bs, grad_bias, grad_residual
 
 
 def _all_reduce_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -381,7 +381,7 @@ def _all_reduce_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     ]
     grad_bias = sum_rows(dy) if need_bias else None
     grad_residual = grad if ctx.has_residual else None
-    return (grad_as, grad_bs, grad_bias, grad_residual, None, None, None)
+    return grad_as, grad_bs, grad_bias, grad_residual
 
 
 register(

@@ -16,7 +16,7 @@ from tpkernels.ops import _agreement, _checks, _groups, _paths
 from tpkernels.ops._groups import Group
 from tpkernels.ops._main_grad import taken
 from tpkernels.ops._matmul import weight_grad
-from tpkernels.ops._products import Plan, bias_grads, no_grad, preact_grads, run_products, validate_products
+from tpkernels.ops._products import Plan, bias_grads, preact_grads, run_products, validate_products
 from tpkernels.ops._registry import register
 
 
@@ -114,7 +114,7 @@ def _replicated_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...
         weight_grad(a, dy, b, ctx.path, target=target) if need and dy is not None else None
         for need, dy, b, target in zip(need_bs, dys, bs, ctx.targets, strict=True)
     ]
-    return (grad_a, grad_bs, bias_grads(ctx, dys), no_grad(ctx.bias_of), *(None,) * 5)
+    return grad_a, grad_bs, bias_grads(ctx, dys)
 
 
 register(
