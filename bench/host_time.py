@@ -37,7 +37,7 @@ OPS = (
 )
 PASSES = ("forward", "training")  # without gradients; with, and the backward pass
 _SIZE = 16  # rows of a rank, and both sides of every weight
-_BLOCK_S = 0.02
+_BLOCK_S = 0.002  # short: a block in which nobody else came in between is what counts
 
 
 class Times(NamedTuple):

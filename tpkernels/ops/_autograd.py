@@ -46,14 +46,19 @@ def autograd_kernel(
     kinds = [str(argument.type) for argument in op._schema.arguments]
     # A tensor has a gradient of its own, a list of them a list of gradients.
     places = [(i, kind == "List[Tensor]") for i, kind in enumerate(kinds) if "Tensor" in kind]
-    directly = {getattr(torch._C.DispatchKey, key): f for key, f in implementations.items()}
+    by_key = {getattr(torch._C.DispatchKey, key): f for key, f in implementations.items()}
+    directly: dict[int, Implementation | None] = {}  # by set of keys: keys themselves are slow to look up
     returns_list = str(op._schema.returns[0].type) == "List[Tensor]"
 
     def below(keys: Any, args: Sequence[Any]) -> Any:
-        keys = keys & _after_autograd_keys
+        number = keys.raw_repr()
+        if number not in directly:
+            directly[number] = by_key.get((keys & _after_autograd_keys).highestPriorityTypeId())
+        implementation = directly[number]
         with _below_autograd():
-            implementation = directly.get(keys.highestPriorityTypeId())
-            return op.redispatch(keys, *args) if implementation is None else implementation(*args)
+            if implementation is not None:
+                return implementation(*args)
+            return op.redispatch(keys & _after_autograd_keys, *args)
 
     def forward(ctx: Any, keys: Any, args: Sequence[Any], *_: Tensor | None) -> Any:
         result = below(keys, args)

@@ -9,6 +9,7 @@ it, or to ``weight.main_grad``.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from tpkernels.errors import ArgumentError
 from tpkernels.ops import _main_grad
-from tpkernels.ops._matmul import product_like
+from tpkernels.ops._matmul import product, product_like
 
 __all__ = ["DelayedGrads"]
 
@@ -55,8 +56,11 @@ class DelayedGrads:
         self._waiting.append(_Waiting(parameter, fused, left, right, path, versions))
 
     @torch.no_grad()
-    def run(self) -> None:
-        """Makes the oldest gradient and adds it to ``main_grad`` (``fused``) or ``grad``; hooks of ``grad`` run."""
+    def run(self, finish: Callable[[Tensor], Tensor] | None = None) -> None:
+        """Makes the oldest gradient and adds it to ``main_grad`` (``fused``) or ``grad``; hooks of ``grad`` run.
+
+        ``finish`` makes the parameter's gradient of what the product gives, where more than that belongs to it.
+        """
         parameter, fused, left, right, path, versions = self._waiting[0]
         if versions != (left._version, right._version):
             raise ArgumentError(
@@ -65,9 +69,11 @@ class DelayedGrads:
                 "backward_dw()."
             )
         self._waiting.popleft()
-        if fused:
+        if fused and finish is None:
             grad = _main_grad.accumulate(parameter, left, right, path)
         else:
-            grad = product_like(parameter.t(), left, right, path).t().to(parameter.dtype)
+            made = product_like(parameter.t(), left, right, lambda x, y: product(x, y, path=path)).t()
+            whole = made if finish is None else finish(made)
+            grad = _main_grad.add(parameter, whole) if fused else whole.to(parameter.dtype)
         if grad is not None:
             torch.autograd.backward((parameter,), (grad,))

@@ -14,6 +14,7 @@ from tpkernels.ops._autograd import autograd_kernel
 
 _extensions.load_all()
 _library = torch.library.Library("tpkernels", "IMPL")
+_implementations: dict[str, dict[str, Callable[..., Any]]] = {}
 
 
 def register(
@@ -31,10 +32,16 @@ def register(
     wrapped = {key: _wrapped(name, implementation, key.lower()) for key in ("CPU", "CUDA")}
     for key, function in wrapped.items():
         _library.impl(name, function, key)
+    _implementations[name] = {key.lower(): function for key, function in wrapped.items()}
     torch.library.register_fake(f"tpkernels::{name}", fake)
     if backward is not None and setup_context is not None:
         kernel = autograd_kernel(name, backward, setup_context, wrapped)
         _library.impl(name, kernel, "Autograd", with_keyset=True)
+
+
+def below(name: str, device: torch.device) -> Callable[..., Any]:
+    """The implementation of op ``tpkernels::name``, for those of others: for them the dispatcher has nothing to do."""
+    return _implementations[name][device.type]
 
 
 def _wrapped(name: str, implementation: Callable[..., Any], device: str) -> Callable[..., Any]:
@@ -45,6 +52,8 @@ def _wrapped(name: str, implementation: Callable[..., Any], device: str) -> Call
 
     @functools.wraps(implementation)
     def run(*args: Any, **kwargs: Any) -> Any:
+        if not _nvtx.active() and not torch.is_autocast_enabled(device):
+            return implementation(*args, **kwargs)
         with _nvtx.op(name, args):
             if not torch.is_autocast_enabled(device):
                 return implementation(*args, **kwargs)
