@@ -183,7 +183,7 @@ class RowParallelLinear(ParallelLinear):
         out_dtype = _residual_dtype(x, residual)
         if not self.input_is_parallel:
             x = tpk.regions.split(x, -1, self.group_name, shard_sizes=list(self.in_sizes))
-        inputs, weights = [x], [self.weight.t()]
+        inputs, weights = [x], [self._operand(self.weight).t()]
         into: list[Sink | None] = [self._sink()]
         if lora.active(self):
             inner, outer = lora.row_factors(self, x)
