@@ -75,16 +75,26 @@ def test_replicas_sum_delayed_gradients(ranks: RankPool, kv_heads: int, parts: i
 
 
 def two_left(ctx: RankContext) -> None:
-    """A sum is started by the first gradient of a weight: a second one is refused by torch, not lost."""
+    """A sum is started by the first gradient of a weight: a second one would be left out of it."""
     groups = grid(ctx, ("dp", "tp"), (2, 2))
-    layer = tnn.ColumnParallelLinear(4, 6, group=groups["tp"].group_name, delay_wgrad=True)
-    ddp = DistributedDataParallel(layer, process_group=groups["dp"])
-    for sync in (False, True):
-        ddp.require_backward_grad_sync = sync
-        ddp(torch.randn(3, 4)).sum().backward()
-    layer.backward_dw()
-    with pytest.raises(RuntimeError, match="mark a variable ready only once"):
+    kinds = dict(group=groups["tp"].group_name, delay_wgrad=True)
+    refusal = pytest.raises(tpk.errors.ArgumentError, match="delay_wgrad: a weight gradient is pending still")
+    for layer in (tnn.ColumnParallelLinear(4, 6, **kinds), tnn.SharedColumnParallelLinear(4, 6, 1, **kinds)):
+        ddp = DistributedDataParallel(layer, process_group=groups["dp"])
+        with ddp.no_sync():
+            first, second = ddp(torch.randn(3, 4)), ddp(torch.randn(3, 4))  # as a pipeline does
+            first.sum().backward()
+            with refusal:
+                second.sum().backward()
+        with refusal:
+            ddp(torch.randn(3, 4))
         layer.backward_dw()
+        ddp(torch.randn(3, 4)).sum().backward()
+        assert layer.pending_dw == 1
+        layer.backward_dw()
+        layer(torch.randn(3, 4)).sum().backward()  # by itself it may leave as many as it likes
+        layer(torch.randn(3, 4)).sum().backward()
+        assert layer.pending_dw == 2
 
 
 def test_two_gradients_in_one_sum_are_refused(ranks: RankPool) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from tpkernels.errors import ArgumentError, ShapeError
 from tpkernels.nn._checks import check_counts_from_front
@@ -163,7 +164,12 @@ class ParallelLinear(ParallelModule):
         return self.weight if fuse else None
 
     def _check_delay(self) -> None:
-        if self.delay_wgrad and placement_of(self.weight) is None and torch.is_grad_enabled():
+        if not self.delay_wgrad or not torch.is_grad_enabled():
+            return
+        # What torch's compiler asks, too.
+        self._delayed.alone = DistributedDataParallel._get_active_ddp_module() is not None
+        self._delayed.check_alone()
+        if placement_of(self.weight) is None:
             raise ArgumentError(
                 f"delay_wgrad: the weight of {self._label()} is a tensor that something else has put in the place of "
                 "the layer's parameter, as fully_shard does, which reduces gradients at the end of backward(), before "

@@ -44,7 +44,7 @@ def all_gather(x: Tensor, dim: int, sizes: Sequence[int], group: Group) -> Tenso
         return x.clone(memory_format=torch.contiguous_format)
     if dim == 0 and min(sizes) == max(sizes) and x.numel() > 0:  # the collective itself, without copies
         with _phase("gather", x, group):
-            gathered = x.new_empty(x.shape[0] * group.world, *x.shape[1:])
+            gathered = x.new_empty(group.world * x.numel()).view(-1, *x.shape[1:])
             _all_gather_single(gathered, x.contiguous(), group=group.process_group)
             return gathered
     shapes = [_with_dim(x.shape, dim, size) for size in sizes]

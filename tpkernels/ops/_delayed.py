@@ -34,10 +34,23 @@ class _Waiting(NamedTuple):
 
 
 class DelayedGrads:
-    """Gradients of one weight that wait, first in, first out. A copy of it, pickled or not, has none."""
+    """Gradients of one weight that wait, first in, first out. A copy of it, pickled or not, has none.
+
+    ``alone``: no second one may wait, since DistributedDataParallel sums a weight's gradient once in its backward pass.
+    """
 
     def __init__(self) -> None:
         self._waiting: deque[_Waiting] = deque()
+        self.alone = False
+
+    def check_alone(self) -> None:
+        """Refuse a second one."""
+        if self.alone and self._waiting:
+            raise ArgumentError(
+                "delay_wgrad: a weight gradient is pending still, and DistributedDataParallel sums that of a weight "
+                "once for each of its backward passes; call backward_dw() after every backward(), within the same "
+                "no_sync() if there is one, or set delay_wgrad = False."
+            )
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -51,6 +64,7 @@ class DelayedGrads:
         ``left`` lets go of the input's graph. ``right`` must stay a view of the gradient that came in: autograd reuses
         the memory of one that nobody holds.
         """
+        self.check_alone()
         left = left.detach()
         versions = (left._version, right._version)
         self._waiting.append(_Waiting(parameter, fused, left, right, path, versions))
