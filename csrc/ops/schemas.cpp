@@ -2,8 +2,8 @@
 // in Python (tpkernels/ops/), because the stable ABI has neither SymInt nor process groups.
 //
 // An op never returns an alias of an argument: ops that write into an argument return nothing. Ops with a
-// gradient have no default arguments: torch 2.11 strips trailing arguments that equal their defaults, and its
-// Python autograd then expects as many gradients fewer.
+// gradient have no default arguments: torch 2.11 strips trailing arguments that equal their defaults, and
+// their kernel for the key Autograd (tpkernels/ops/_autograd.py) wants all of them.
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(tpkernels, m) {

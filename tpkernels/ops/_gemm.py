@@ -168,6 +168,9 @@ def _streamk(
 
 
 def _library(a: Tensor, b: Tensor, e: Epilogue, out_dtype: torch.dtype, want_preact: bool) -> Product:
+    if e.is_plain and not want_preact:
+        product = _wide_product(a, b, out_dtype, keep_wide=False)
+        return Product(product if product.dtype == out_dtype else product.to(out_dtype), [])
     if not want_preact and a.is_cuda and out_dtype == a.dtype and b.dim() == 2:
         whole = _one_cublas_call(a, b, e)
         if whole is not None:
