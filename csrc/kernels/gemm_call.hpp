@@ -19,6 +19,7 @@
 #include "host/problem.hpp"
 #include "kernels/gemm_hooks.hpp"
 #include "kernels/gemm_types.hpp"
+#include "kernels/scaled_call.hpp"
 
 namespace tpk {
 
@@ -45,6 +46,7 @@ struct GemmCall {
   float alpha = 1.0f;
   Activation activation = Activation::kNone;
   bool accumulate = false;
+  const ScaledOperands* scaled = nullptr;  // Element::kFp8: what a and b are; the Hopper kernel alone
 
   // The plan that is asked for: see host/schedule_builder.hpp. tile "" means the cheapest.
   std::string_view schedule = "auto";

@@ -5,8 +5,8 @@
 
 namespace tpk {
 
-// Type of the operands; the accumulator is always fp32.
-enum class Element : int32_t { kBf16, kFp16 };
+// Type of the operands; the accumulator is always fp32. kFp8: each of its own kind, kernels/scaled_call.hpp.
+enum class Element : int32_t { kBf16, kFp16, kFp8 };
 
 // Type of everything that is touched once per tile: bias, residual, output, pre-activation. Chosen at run
 // time.

@@ -13,6 +13,20 @@
 
 namespace {
 
+using tpk::sm90a::Product;
+
+// What a name of the Hopper kernel's device says of operands.
+Product product_of(const std::string& device) {
+  return device == "sm90-fp8"          ? Product::kPromoted
+         : device == "sm90-fp8-fast"   ? Product::kFast
+         : device == "sm90-fp8-blocks" ? Product::kBlocks
+                                       : Product::kHalf;
+}
+
+bool is_hopper(const std::string& device) {
+  return device == "sm90" || device == "cuda" || product_of(device) != Product::kHalf;
+}
+
 struct Found {
   tpk::Plan plan;
   tpk::TileShape tile;  // of a CTA
@@ -35,7 +49,7 @@ Found find(const tpk::Problem& p, const std::string& device, const std::string& 
     return as_often(tpk::ops::cpu_plan("streamk_plan", p, schedule, workers, splits, tile), demands);
   }
   try {
-    if (device == "sm90" || device == "cuda") {
+    if (is_hopper(device)) {
       const auto residency = tpk::sm90a::full_residency(multiprocessors > 0 ? multiprocessors : 132);
       const auto g = tpk::sm90a::plan_gemm(p, schedule, workers, splits, tile, demands, residency);
       return {g.plan, tpk::sm90a::kTileShapes[static_cast<int>(g.tile)], g.cluster};
@@ -53,9 +67,9 @@ std::tuple<std::string, std::vector<int64_t>, double> streamk_plan(
     int64_t batch, int64_t m, int64_t n, int64_t k, const std::string& device, const std::string& schedule,
     int64_t workers, int64_t splits, int64_t multiprocessors, const std::string& tile, bool gated,
     bool finishes, bool outer_major) {
-  TPK_REQUIRE(device == "sm80" || device == "cpu" || device == "cuda" || device == "sm90" ||
-                  device == "sm90-portable",
-              "streamk_plan: device must be 'cpu', 'cuda', 'sm80', 'sm90' or 'sm90-portable', but it is '",
+  TPK_REQUIRE(device == "sm80" || device == "cpu" || device == "sm90-portable" || is_hopper(device),
+              "streamk_plan: device must be 'cpu', 'cuda', 'sm80', 'sm90', 'sm90-portable', 'sm90-fp8', "
+              "'sm90-fp8-fast' or 'sm90-fp8-blocks', but it is '",
               device, "'.");
   TPK_REQUIRE(batch >= 0 && m >= 0 && n >= 0 && k >= 0,
               "streamk_plan: batch, m, n and k must not be negative, but they are ", batch, ", ", m, ", ", n,
@@ -64,7 +78,7 @@ std::tuple<std::string, std::vector<int64_t>, double> streamk_plan(
               "streamk_plan: workers and multiprocessors must not be negative, but they are ", workers,
               " and ", multiprocessors, ".");
   const Found f = find({m, n, k, batch}, device, schedule, workers, splits, multiprocessors, tile,
-                       {gated, gated || finishes, outer_major});
+                       {gated, gated || finishes, outer_major, product_of(device)});
   const tpk::Schedule& s = f.plan.schedule;
   std::vector<int64_t> numbers{f.tile.bm, f.tile.bn,     f.tile.bk,   f.plan.order.size(), s.k_iters,
                                s.workers, f.plan.splits, s.num_slots, f.cluster.m,         f.cluster.n};
