@@ -129,7 +129,7 @@ class Scaled:
     def run(self, out_dtype: torch.dtype, layout: str = "rows", **options: Any) -> Tensor:
         """Checks canaries, not values."""
         canary = output((1, self.a.shape[0], self.b.shape[0]), out_dtype, layout)
-        out = canary.tensor[0]
+        out: Tensor = canary.tensor[0]
         scaled_gemm(self.a, self.b.t(), self.scale_a, self.scale_b, out, bias=self.bias, **options)
         canary.check()
         return out

@@ -81,8 +81,9 @@ template <int BM, int BN, int Stages>
 struct ScaledTileConfig : TileConfig<BM, BN, Stages, false> {
   static constexpr int kBK = kScaledBK;
   static constexpr bool kScaled = true;
-  static constexpr int kProducerRegisters = BN > 128 ? 24 : 40;
-  static constexpr int kConsumerRegisters = BN > 128 ? 240 : 232;
+  static constexpr int kProducerRegisters = 40;
+  static constexpr int kConsumerRegisters = 232;
+  static_assert(BM == 128, "A warpgroup has 64 rows: of more, the sums leave no registers for products.");
   static_assert(BN % 128 == 0, "A product has 128 columns, and one scale of B where blocks are square.");
 };
 

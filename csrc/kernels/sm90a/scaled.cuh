@@ -24,12 +24,10 @@ constexpr int pair_number(Fp8 a, Fp8 b) { return 2 * static_cast<int>(a) + stati
 
 template <int kPair, int kN>
 struct ScaledWgmma;
-// Both operands in shared memory, or A in registers.
-#define TPK_WGMMA(n, a, b, name)                                             \
-  template <>                                                                \
-  struct ScaledWgmma<pair_number(Fp8::a, Fp8::b), n> {                       \
-    using Shared = cute::SM90::GMMA::MMA_64x##n##x32_F32##name##_SS_TN<>;    \
-    using Registers = cute::SM90::GMMA::MMA_64x##n##x32_F32##name##_RS_TN<>; \
+#define TPK_WGMMA(n, a, b, name)                                        \
+  template <>                                                           \
+  struct ScaledWgmma<pair_number(Fp8::a, Fp8::b), n> {                  \
+    using Type = cute::SM90::GMMA::MMA_64x##n##x32_F32##name##_SS_TN<>; \
   };
 #define TPK_WGMMAS(n)                  \
   TPK_WGMMA(n, kE4m3, kE4m3, E4M3E4M3) \
@@ -40,6 +38,12 @@ TPK_WGMMAS(128)
 TPK_WGMMAS(256)
 #undef TPK_WGMMAS
 #undef TPK_WGMMA
+
+// This thread's number among all consumers, which have 64 rows of the tile each. Read anew where it is
+// needed.
+__device__ __forceinline__ uint32_t consumer_thread() {
+  return static_cast<uint32_t>(thread_number()) - kWarpgroup;
+}
 
 // The lower word of an operand's descriptor, known to be the same in a warp: registers are scarce here, and
 // what is made of it goes to uniform ones. The upper word is the same for all.
@@ -53,52 +57,26 @@ __device__ __forceinline__ uint64_t with_upper_word(uint32_t lower) {
 
 constexpr uint32_t kStep32 = 32 >> 4;  // 32 elements of K, in units of 16 bytes
 
-// acc = 64 x kN products of a stage, or acc += them; waits for nothing. a, b: lower words.
-template <int kPair, int kN>
+constexpr int kSteps = kScaledBK / 32;
+
+// acc = 64 x kN products of steps [kBegin, kEnd) of a stage's K, or, keep, or not the first ones, acc +=
+// them; waits for nothing. a, b: lower words.
+template <int kPair, int kN, int kBegin, int kEnd>
 __device__ __forceinline__ void issue_stage(float (&acc)[kN / 2], uint32_t a, uint32_t b, bool keep) {
-  using Atom = typename ScaledWgmma<kPair, kN>::Shared;
+  using Atom = typename ScaledWgmma<kPair, kN>::Type;
 #pragma unroll
-  for (uint32_t k = 0; k < kScaledBK / 32; ++k) {
+  for (uint32_t k = kBegin; k < kEnd; ++k) {
     fma<Atom>(with_upper_word(a + k * kStep32), with_upper_word(b + k * kStep32), acc,
               keep || k > 0 ? ScaleOut::One : ScaleOut::Zero, std::make_index_sequence<kN / 2>{});
   }
 }
 
-// 64 rows of A of a stage: the fragments of 32 elements of K.
-using Fragments = uint32_t[kScaledBK / 32][4];
-
-// Of this warpgroup's rows; the first consumers' are the first of the stage's.
-__device__ __forceinline__ void load_fragments(const unsigned char* stage, Fragments& a) {
-  const auto thread = static_cast<uint32_t>(thread_number()) - kWarpgroup;
-  const uint32_t row = thread / 32 * 16 + thread % 16;
-  const uint32_t chunk = thread / 16 % 2 ^ row % 8;
-  const uint32_t address = shared_address(stage) + row * kSwizzleBytes + chunk * 16;
-#pragma unroll
-  for (int k = 0; k < kScaledBK / 32; ++k) load_matrix_x4(address ^ (k * 32), a[k]);
-}
-
-template <class Atom, size_t... kI>
-__device__ __forceinline__ void fma(const uint32_t (&a)[4], uint64_t b, float* acc, ScaleOut scale,
-                                    std::index_sequence<kI...>) {
-  Atom::fma(a[0], a[1], a[2], a[3], b, acc[kI]..., scale);
-}
-
-template <int kPair, int kN>
-__device__ __forceinline__ void issue_stage(float (&acc)[kN / 2], const Fragments& a, uint32_t b) {
-  using Atom = typename ScaledWgmma<kPair, kN>::Registers;
-#pragma unroll
-  for (uint32_t k = 0; k < kScaledBK / 32; ++k) {
-    fma<Atom>(a[k], with_upper_word(b + k * kStep32), acc, k > 0 ? ScaleOut::One : ScaleOut::Zero,
-              std::make_index_sequence<kN / 2>{});
-  }
+// The rows of this warpgroup, of A of a stage.
+__device__ __forceinline__ const unsigned char* own_rows(const unsigned char* a) {
+  return a + consumer_thread() / kWarpgroup * (64 * kSwizzleBytes);
 }
 
 }  // namespace detail
-
-// This thread's number in its warpgroup, read anew where it is needed.
-__device__ __forceinline__ uint32_t warpgroup_thread() {
-  return static_cast<uint32_t>(thread_number()) % kWarpgroup;
-}
 
 template <int kCount>
 __device__ __forceinline__ void pin(float (&acc)[kCount]) {
@@ -140,39 +118,34 @@ __device__ __forceinline__ void apply_scales(SharedStorage<Tile>& s, int consume
                                              Accumulators<Tile>& acc) {
   asm volatile("cp.async.wait_all;" ::: "memory");
   named_sync(barrier, kWarpgroup);
-  const uint32_t thread = warpgroup_thread();
+  const uint32_t thread = detail::consumer_thread() % kWarpgroup;
   const float* rows = &s.scales.rows[consumer][thread / 32 * 16 + thread % 32 / 4];
   const float* columns = &s.scales.columns[consumer][thread % 4 * 2];
+  const float upper = rows[0];
+  const float lower = rows[8];
 #pragma unroll
-  for (int block = 0; block < Tile::kBlocks; ++block) {
-    const float upper = rows[64 * block];
-    const float lower = rows[64 * block + 8];
-#pragma unroll
-    for (int j = 0; j < Tile::kBlockAccumulators / 4; ++j) {
-      const float2 c = *reinterpret_cast<const float2*>(columns + 8 * j);
-      float* v = &acc[block][4 * j];
-      v[0] = v[0] * upper * c.x;
-      v[1] = v[1] * upper * c.y;
-      v[2] = v[2] * lower * c.x;
-      v[3] = v[3] * lower * c.y;
-    }
+  for (int j = 0; j < Tile::kAccumulators / 4; ++j) {
+    const float2 c = *reinterpret_cast<const float2*>(columns + 8 * j);
+    float* v = &acc[0][4 * j];
+    v[0] = v[0] * upper * c.x;
+    v[1] = v[1] * upper * c.y;
+    v[2] = v[2] * lower * c.x;
+    v[3] = v[3] * lower * c.y;
   }
 }
 
 // Sums of all stages in the tensor cores.
 template <class Tile, int kPair>
 __device__ __forceinline__ void fast_loop(Accumulators<Tile>& acc, SharedStorage<Tile>& s,
-                                          RingPosition<Tile::kStages>& stage, int iters, int row) {
+                                          RingPosition<Tile::kStages>& stage, int iters) {
   pin<Tile>(acc);
 #pragma unroll 1
   for (int i = 0; i < iters; ++i) {
     s.full_barrier(stage.index).wait(stage.phase);
-    const uint32_t a = detail::lower_word(s.stages[stage.index].a + row * kSwizzleBytes);
+    const uint32_t a = detail::lower_word(detail::own_rows(s.stages[stage.index].a));
     const uint32_t b = detail::lower_word(s.stages[stage.index].b);
     cute::warpgroup_arrive();
-#pragma unroll
-    for (int block = 0; block < Tile::kBlocks; ++block)
-      detail::issue_stage<kPair, Tile::kBN>(acc[block], a + block * kStep64, b, i > 0);
+    detail::issue_stage<kPair, Tile::kBN, 0, detail::kSteps>(acc[0], a, b, i > 0);
     cute::warpgroup_commit_batch();
     cute::warpgroup_wait<0>();
     release_stage(s, stage.index);
@@ -209,70 +182,73 @@ __device__ __forceinline__ void promote_columns(const float (&part)[64], float* 
   }
 }
 
+// The two warpgroups multiply in turn, so that one promotes while the other's products are made: where both
+// have asked for some, the tensor cores work on both, and then stand idle while both promote.
+constexpr int kProductBarrier = 4;
+__device__ __forceinline__ void take_turn(int consumer) {
+  named_sync(kProductBarrier + consumer, 2 * kWarpgroup);
+}
+__device__ __forceinline__ void pass_turn(int consumer) {
+  named_arrive(kProductBarrier + 1 - consumer, 2 * kWarpgroup);
+}
+
 // Sums of each stage in the tensor cores, of stages in registers.
 template <class Tile, int kPair, bool kBlocks>
 __device__ __forceinline__ void promoted_loop(const GemmParams& p, Accumulators<Tile>& acc,
                                               SharedStorage<Tile>& s, RingPosition<Tile::kStages>& stage,
-                                              int iters, int row) {
+                                              int iters, int consumer) {
   constexpr int kProducts = Tile::kBN / kProductColumns;  // side by side
   constexpr int kStepColumns = kProductColumns / 64 * kStep64;
   constexpr int kValues = kProductColumns / 2;
-  // Shared memory gives 128 bytes a cycle. Products of 64 x 128 take 64 of them for B and 32 for A, and the
-  // loads 48: too much, unless A is read once for both products side by side.
-  constexpr bool kFragments = kProducts > 1 && Tile::kBlocks == 1;
 #pragma unroll
-  for (int i = 0; i < Tile::kBlocks; ++i) {
-#pragma unroll
-    for (float& x : acc[i]) x = 0.0f;
-  }
+  for (float& x : acc[0]) x = 0.0f;
   float part[kValues];
+  if (consumer == 1) pass_turn(1);  // the first is the other's
 #pragma unroll 1
   for (; iters > 0; --iters) {
     s.full_barrier(stage.index).wait(stage.phase);
-    const uint32_t a = detail::lower_word(s.stages[stage.index].a + row * kSwizzleBytes);
     const uint32_t b = detail::lower_word(s.stages[stage.index].b);
-    detail::Fragments fragments;
-    if constexpr (kFragments) detail::load_fragments(s.stages[stage.index].a, fragments);
+    const uint32_t a = detail::lower_word(detail::own_rows(s.stages[stage.index].a));
 #pragma unroll
-    for (int block = 0; block < Tile::kBlocks; ++block) {
-#pragma unroll
-      for (int product = 0; product < kProducts; ++product) {
-        const bool last = block + 1 == Tile::kBlocks && product + 1 == kProducts;
-        float* sums = &acc[block][product * kValues];
+    for (int product = 0; product < kProducts; ++product) {
+      const bool last = product + 1 == kProducts;
+      float* sums = &acc[0][product * kValues];
+      take_turn(consumer);
+      pin(part);
+      cute::warpgroup_arrive();
+      detail::issue_stage<kPair, kProductColumns, 0, detail::kSteps - 1>(part, a, b + product * kStepColumns,
+                                                                         false);
+      cute::warpgroup_commit_batch();
+      detail::issue_stage<kPair, kProductColumns, detail::kSteps - 1, detail::kSteps>(
+          part, a, b + product * kStepColumns, false);
+      cute::warpgroup_commit_batch();
+      const auto finish = [&] {
+        cute::warpgroup_wait<1>();
+        if (consumer == 0 || iters > 1 || !last) pass_turn(consumer);
+        cute::warpgroup_wait<0>();
         pin(part);
-        cute::warpgroup_arrive();
-        if constexpr (kFragments) {
-          detail::issue_stage<kPair, kProductColumns>(part, fragments, b + product * kStepColumns);
-        } else {
-          detail::issue_stage<kPair, kProductColumns>(part, a + block * kStep64, b + product * kStepColumns,
-                                                      false);
-        }
-        cute::warpgroup_commit_batch();
-        if constexpr (!kBlocks) {
-          cute::warpgroup_wait<0>();
-          pin(part);
-          if (last) release_stage(s, stage.index);
-          promote(part, sums);
-          continue;
-        }
-        const auto& scales = s.scales.stages[stage.index];
-        const uint32_t thread = warpgroup_thread();
-        const float* rows = scales.a + row + 64 * block + thread / 32 * 16 + thread % 32 / 4;
-        const float upper = rows[0];
-        const float lower = rows[8];
-        if (p.scaled.scale_b.outer_shift == 0) {
-          cute::warpgroup_wait<0>();
-          pin(part);
-          promote_columns(part, sums, upper, lower, scales.b + product * kProductColumns + thread % 4 * 2);
-          __syncwarp();
-          if (last) release_stage(s, stage.index);
-        } else {
-          const float c = scales.b[product];
-          cute::warpgroup_wait<0>();
-          pin(part);
-          if (last) release_stage(s, stage.index);
-          promote_blocks(part, sums, upper * c, lower * c);
-        }
+      };
+      if constexpr (!kBlocks) {
+        finish();
+        if (last) release_stage(s, stage.index);
+        promote(part, sums);
+        continue;
+      }
+      const auto& scales = s.scales.stages[stage.index];
+      const uint32_t thread = detail::consumer_thread();
+      const float* rows = scales.a + thread / 32 * 16 + thread % 32 / 4;
+      const float upper = rows[0];
+      const float lower = rows[8];
+      if (p.scaled.scale_b.outer_shift == 0) {
+        finish();
+        promote_columns(part, sums, upper, lower, scales.b + product * kProductColumns + thread % 4 * 2);
+        __syncwarp();
+        if (last) release_stage(s, stage.index);
+      } else {
+        const float c = scales.b[product];
+        finish();
+        if (last) release_stage(s, stage.index);
+        promote_blocks(part, sums, upper * c, lower * c);
       }
     }
     stage.advance();
@@ -286,11 +262,11 @@ __device__ __forceinline__ void scaled_mainloop(const GemmParams& p, Accumulator
                                                 int iters, int row, int consumer, int barrier) {
   const auto run = [&]<int kPair>(std::integral_constant<int, kPair>) {
     if (p.scaled.fast) {
-      fast_loop<Tile, kPair>(acc, s, stage, iters, row);
+      fast_loop<Tile, kPair>(acc, s, stage, iters);
     } else if (p.scaled.blocks) {
-      promoted_loop<Tile, kPair, true>(p, acc, s, stage, iters, row);
+      promoted_loop<Tile, kPair, true>(p, acc, s, stage, iters, consumer);
     } else {
-      promoted_loop<Tile, kPair, false>(p, acc, s, stage, iters, row);
+      promoted_loop<Tile, kPair, false>(p, acc, s, stage, iters, consumer);
     }
   };
   switch (detail::pair_number(p.scaled.a, p.scaled.b)) {
