@@ -30,8 +30,7 @@ __device__ void request_scales(const GemmParams& p, SharedStorage<Tile>& s, cons
                                int consumer, int barrier);
 template <class Tile>
 __device__ void scaled_mainloop(const GemmParams& p, Accumulators<Tile>& acc, SharedStorage<Tile>& s,
-                                RingPosition<Tile::kStages>& stage, int iters, int row, int consumer,
-                                int barrier);
+                                RingPosition<Tile::kStages>& stage, int iters, int consumer, int barrier);
 template <class Tile>
 __device__ void store_biased(const GemmParams& p, const WorkItem& item, int row, Accumulators<Tile>& acc,
                              const float* bias, const StagingBuffer& staging);
@@ -75,7 +74,7 @@ __device__ __forceinline__ void run_consumer(const GemmParams& p, SharedStorage<
       if (Tile::kPingpong) named_arrive(kTurnBarrier + 1 - consumer, 2 * kWarpgroup);
     };
     if constexpr (Tile::kScaled) {
-      scaled_mainloop<Tile>(p, acc, s, stage, iters, row, consumer, kOwnBarrier + consumer);
+      scaled_mainloop<Tile>(p, acc, s, stage, iters, consumer, kOwnBarrier + consumer);
     } else {
       mainloop<Tile, kElement, kMajorA, kMajorB>(acc, s, stage, iters, row, [&] {
         if (slots + addends == 0) end_turn();

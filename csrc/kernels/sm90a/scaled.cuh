@@ -19,7 +19,6 @@ constexpr int kProductColumns = 128;  // of what is promoted at a time
 
 namespace detail {
 
-constexpr int kNumFp8Pairs = 4;
 constexpr int pair_number(Fp8 a, Fp8 b) { return 2 * static_cast<int>(a) + static_cast<int>(b); }
 
 template <int kPair, int kN>
@@ -56,7 +55,6 @@ __device__ __forceinline__ uint64_t with_upper_word(uint32_t lower) {
 }
 
 constexpr uint32_t kStep32 = 32 >> 4;  // 32 elements of K, in units of 16 bytes
-
 constexpr int kSteps = kScaledBK / 32;
 
 // acc = 64 x kN products of steps [kBegin, kEnd) of a stage's K, or, keep, or not the first ones, acc +=
@@ -255,11 +253,11 @@ __device__ __forceinline__ void promoted_loop(const GemmParams& p, Accumulators<
   }
 }
 
-// acc = the scaled products of `iters` stages from `stage` on. row: the warpgroup's first row in the tile.
+// acc = the scaled products of `iters` stages from `stage` on.
 template <class Tile>
 __device__ __forceinline__ void scaled_mainloop(const GemmParams& p, Accumulators<Tile>& acc,
                                                 SharedStorage<Tile>& s, RingPosition<Tile::kStages>& stage,
-                                                int iters, int row, int consumer, int barrier) {
+                                                int iters, int consumer, int barrier) {
   const auto run = [&]<int kPair>(std::integral_constant<int, kPair>) {
     if (p.scaled.fast) {
       fast_loop<Tile, kPair>(acc, s, stage, iters);
