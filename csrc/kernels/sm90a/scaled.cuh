@@ -55,15 +55,13 @@ __device__ __forceinline__ uint64_t with_upper_word(uint32_t lower) {
 }
 
 constexpr uint32_t kStep32 = 32 >> 4;  // 32 elements of K, in units of 16 bytes
-constexpr int kSteps = kScaledBK / 32;
 
-// acc = 64 x kN products of steps [kBegin, kEnd) of a stage's K, or, keep, or not the first ones, acc +=
-// them; waits for nothing. a, b: lower words.
-template <int kPair, int kN, int kBegin, int kEnd>
+// acc = 64 x kN products of a stage, or, keep, acc += them; waits for nothing. a, b: lower words.
+template <int kPair, int kN>
 __device__ __forceinline__ void issue_stage(float (&acc)[kN / 2], uint32_t a, uint32_t b, bool keep) {
   using Atom = typename ScaledWgmma<kPair, kN>::Type;
 #pragma unroll
-  for (uint32_t k = kBegin; k < kEnd; ++k) {
+  for (uint32_t k = 0; k < kScaledBK / 32; ++k) {
     fma<Atom>(with_upper_word(a + k * kStep32), with_upper_word(b + k * kStep32), acc,
               keep || k > 0 ? ScaleOut::One : ScaleOut::Zero, std::make_index_sequence<kN / 2>{});
   }
@@ -143,7 +141,7 @@ __device__ __forceinline__ void fast_loop(Accumulators<Tile>& acc, SharedStorage
     const uint32_t a = detail::lower_word(detail::own_rows(s.stages[stage.index].a));
     const uint32_t b = detail::lower_word(s.stages[stage.index].b);
     cute::warpgroup_arrive();
-    detail::issue_stage<kPair, Tile::kBN, 0, detail::kSteps>(acc[0], a, b, i > 0);
+    detail::issue_stage<kPair, Tile::kBN>(acc[0], a, b, i > 0);
     cute::warpgroup_commit_batch();
     cute::warpgroup_wait<0>();
     release_stage(s, stage.index);
@@ -180,28 +178,17 @@ __device__ __forceinline__ void promote_columns(const float (&part)[64], float* 
   }
 }
 
-// The two warpgroups multiply in turn, so that one promotes while the other's products are made: where both
-// have asked for some, the tensor cores work on both, and then stand idle while both promote.
-constexpr int kProductBarrier = 4;
-__device__ __forceinline__ void take_turn(int consumer) {
-  named_sync(kProductBarrier + consumer, 2 * kWarpgroup);
-}
-__device__ __forceinline__ void pass_turn(int consumer) {
-  named_arrive(kProductBarrier + 1 - consumer, 2 * kWarpgroup);
-}
-
 // Sums of each stage in the tensor cores, of stages in registers.
 template <class Tile, int kPair, bool kBlocks>
 __device__ __forceinline__ void promoted_loop(const GemmParams& p, Accumulators<Tile>& acc,
                                               SharedStorage<Tile>& s, RingPosition<Tile::kStages>& stage,
-                                              int iters, int consumer) {
+                                              int iters) {
   constexpr int kProducts = Tile::kBN / kProductColumns;  // side by side
   constexpr int kStepColumns = kProductColumns / 64 * kStep64;
   constexpr int kValues = kProductColumns / 2;
 #pragma unroll
   for (float& x : acc[0]) x = 0.0f;
   float part[kValues];
-  if (consumer == 1) pass_turn(1);  // the first is the other's
 #pragma unroll 1
   for (; iters > 0; --iters) {
     s.full_barrier(stage.index).wait(stage.phase);
@@ -211,18 +198,11 @@ __device__ __forceinline__ void promoted_loop(const GemmParams& p, Accumulators<
     for (int product = 0; product < kProducts; ++product) {
       const bool last = product + 1 == kProducts;
       float* sums = &acc[0][product * kValues];
-      take_turn(consumer);
       pin(part);
       cute::warpgroup_arrive();
-      detail::issue_stage<kPair, kProductColumns, 0, detail::kSteps - 1>(part, a, b + product * kStepColumns,
-                                                                         false);
-      cute::warpgroup_commit_batch();
-      detail::issue_stage<kPair, kProductColumns, detail::kSteps - 1, detail::kSteps>(
-          part, a, b + product * kStepColumns, false);
+      detail::issue_stage<kPair, kProductColumns>(part, a, b + product * kStepColumns, false);
       cute::warpgroup_commit_batch();
       const auto finish = [&] {
-        cute::warpgroup_wait<1>();
-        if (consumer == 0 || iters > 1 || !last) pass_turn(consumer);
         cute::warpgroup_wait<0>();
         pin(part);
       };
@@ -262,9 +242,9 @@ __device__ __forceinline__ void scaled_mainloop(const GemmParams& p, Accumulator
     if (p.scaled.fast) {
       fast_loop<Tile, kPair>(acc, s, stage, iters);
     } else if (p.scaled.blocks) {
-      promoted_loop<Tile, kPair, true>(p, acc, s, stage, iters, consumer);
+      promoted_loop<Tile, kPair, true>(p, acc, s, stage, iters);
     } else {
-      promoted_loop<Tile, kPair, false>(p, acc, s, stage, iters, consumer);
+      promoted_loop<Tile, kPair, false>(p, acc, s, stage, iters);
     }
   };
   switch (detail::pair_number(p.scaled.a, p.scaled.b)) {
