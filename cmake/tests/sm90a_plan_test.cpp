@@ -40,7 +40,7 @@ void check_plans(const Problem& p, const std::string& schedule, int64_t splits, 
   const std::string context = schedule + " m, n, k " + std::to_string(p.m) + " " + std::to_string(p.n) + " " +
                               std::to_string(p.k) + " on " + std::to_string(multiprocessors) + ", product " +
                               std::to_string(static_cast<int>(product));
-  const Demands demands{gated, false, false, product};
+  const Demands demands{gated, false, false, 1, product};
   const auto plans = candidates(p, schedule, 0, splits, "", demands, full_residency(multiprocessors));
   double before = 0;
   for (const GemmPlan& plan : plans) {

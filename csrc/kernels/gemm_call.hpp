@@ -19,6 +19,7 @@
 #include "host/problem.hpp"
 #include "kernels/gemm_hooks.hpp"
 #include "kernels/gemm_types.hpp"
+#include "kernels/grouped_rows.hpp"
 #include "kernels/scaled_call.hpp"
 
 namespace tpk {
@@ -39,7 +40,7 @@ struct GemmCall {
   Pair more[kMaxPairs - 1];  // behind a and b; the Hopper kernel alone takes them, and without gate
   int num_more = 0;
   Matrix gate;      // [batch, K, N]
-  Matrix bias;      // [N]: only col_stride counts
+  Matrix bias;      // [batch, N], of groups [matrices, N]: row_stride does not count
   Matrix residual;  // [batch, M, N]
   Matrix out;       // [batch, M, N]
   Matrix preact;    // [batch, M, N], kind of out
@@ -55,6 +56,9 @@ struct GemmCall {
   int64_t splits = 1;
 
   const GemmHooks* hooks = nullptr;  // null: none
+  // Not null: a grouped product. problem.batch is 1, problem.m of all rows, and b [matrices, K, N]. The
+  // Hopper kernel alone takes it, without hooks, more and gate.
+  const GroupedRows* groups = nullptr;
 
   int device = 0;
   int multiprocessors = 0;  // of the device, or fewer to leave some free

@@ -13,6 +13,16 @@ STABLE_TORCH_LIBRARY(tpkernels, m) {
       "matmul(Tensor a, Tensor b, Tensor? gate, Tensor? bias, Tensor? residual, float alpha, "
       "str activation, ScalarType? out_dtype, bool return_preact, str path) -> Tensor[]");
   m.def("matmul_accumulate(Tensor a, Tensor b, Tensor(c!) acc, str path) -> ()");
+  // group_sizes[g] rows of a by b[g], and the gradient of b, or the sum with it: a_g^T dy_g [groups, K, N],
+  // transposed: stored [groups, N, K]. grouped_matmul returns as matmul does.
+  m.def(
+      "grouped_matmul(Tensor a, Tensor b, Tensor? bias, SymInt[] group_sizes, str activation, "
+      "ScalarType? out_dtype, bool return_preact, str path) -> Tensor[]");
+  m.def(
+      "grouped_weight_grad(Tensor a, Tensor dy, SymInt[] group_sizes, bool transposed, str path) -> Tensor");
+  m.def(
+      "grouped_weight_grad_accumulate(Tensor a, Tensor dy, Tensor(c!) acc, SymInt[] group_sizes, "
+      "str path) -> ()");
 
   // Products fused with a collective over the process group named group_name. biases[i] belongs to
   // bs[bias_of[i]] (autograd cannot differentiate Tensor?[]).
@@ -29,6 +39,28 @@ STABLE_TORCH_LIBRARY(tpkernels, m) {
   m.def(
       "matmul_all_reduce(Tensor[] a, Tensor[] b, Tensor? bias, Tensor? residual, str group_name, "
       "ScalarType? out_dtype, str path) -> Tensor");
+
+  // Products of FP8 operands with the float32 scales that they were divided by (tpkernels/fp8/_quantize.py),
+  // and the three with a collective: what is gathered travels in FP8, sums travel in out_dtype. a [..., K], b
+  // [K, N]; scale_a of one element, [..., 1] or [..., ceil(K / 128)]; scale_b of one, [1, N], [ceil(K / 128),
+  // N] or [ceil(K / 128), ceil(N / 128)]. fast_accumulation: sums are not promoted to float32 every 128 of K.
+  // No gradients. all_gather_scaled_matmul returns the products, then, if asked for, what was gathered: data,
+  // scale.
+  m.def(
+      "scaled_matmul(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias, ScalarType out_dtype, "
+      "bool fast_accumulation, str path) -> Tensor");
+  m.def(
+      "all_gather_scaled_matmul(Tensor a_shard, Tensor scale_a, Tensor[] bs, Tensor[] scale_bs, "
+      "Tensor[] biases, int[] bias_of, int gather_dim, SymInt[]? shard_sizes, str group_name, "
+      "ScalarType out_dtype, bool fast_accumulation, bool return_gathered, str path) -> Tensor[]");
+  m.def(
+      "scaled_matmul_reduce_scatter(Tensor[] a, Tensor[] b, Tensor[] scale_a, Tensor[] scale_b, Tensor? "
+      "bias, "
+      "Tensor? residual, int scatter_dim, SymInt[]? shard_sizes, str group_name, ScalarType out_dtype, "
+      "bool fast_accumulation, str path) -> Tensor");
+  m.def(
+      "scaled_matmul_all_reduce(Tensor[] a, Tensor[] b, Tensor[] scale_a, Tensor[] scale_b, Tensor? bias, "
+      "Tensor? residual, str group_name, ScalarType out_dtype, bool fast_accumulation, str path) -> Tensor");
 
   // Gradients of the two, those that are wanted in the order of the arguments: products with what is gathered
   // read it where it came to.
@@ -67,6 +99,13 @@ STABLE_TORCH_LIBRARY(tpkernels, m) {
       "streamk_gemm(Tensor a, Tensor b, Tensor? bias, Tensor(o!) out, Tensor(p!)? preact, str activation, "
       "bool accumulate, str schedule='auto', int workers=0, int splits=1, str tile='', Tensor? gate=None, "
       "Tensor? residual=None, float alpha=1.0, int multiprocessors=0) -> ()");
+  // Rows of a [rows, K] in groups, group_sizes[g] of them multiplied by b[g] [K, N]: out and preact [rows,
+  // N], bias [groups, N], any strides; otherwise as above. One launch of the Hopper kernel for up to 64
+  // groups that have rows; elsewhere, and where it cannot load an operand, a product for each of them.
+  m.def(
+      "streamk_gemm_grouped(Tensor a, Tensor b, Tensor? bias, Tensor(o!) out, Tensor(p!)? preact, "
+      "str activation, int[] group_sizes, str schedule='auto', int workers=0, int splits=1, str tile='', "
+      "int multiprocessors=0) -> ()");
   // out = (sum over k of a * scale_a * b * scale_b) + bias, by the Hopper kernel, in _C_sm90a. a [M, K], b
   // [K, N]: float8_e4m3fn or float8_e5m2 each, K contiguous in both, rows multiples of 16 bytes apart. Scales
   // are float32, of any strides: scale_a of one element, [M, 1] or [M, ceil(K / 128)], scale_b of one, [1,
@@ -159,9 +198,17 @@ STABLE_TORCH_LIBRARY(tpkernels, m) {
   // Hopper kernel takes half of the columns of each tile, and the others a second product with the same plan.
   // finishes: there is a bias, residual, preact or activation, or an output of 2 bytes is added to;
   // outer_major: K is contiguous in neither operand. The Hopper kernel alone counts the time that these take.
+  // group_sizes, if there are any: of streamk_gemm_grouped, whose sum is m. Where it makes several launches:
+  // the plan of the longest, with tiles, partial tiles and time of all.
   m.def(
       "streamk_plan(int batch, int m, int n, int k, str device, str schedule='auto', int workers=0, "
       "int splits=1, int multiprocessors=0, str tile='', bool gated=False, bool finishes=False, "
-      "bool outer_major=False) -> (str, int[], float)");
+      "bool outer_major=False, int[] group_sizes=[]) -> (str, int[], float)");
+  // Constants of the cost models that plans are made with, as text: host/cost_text.hpp. device: "cpu" or
+  // "sm90". set_plan_cost with "": those that the library came with. sm90a_set_cost is the same for launches
+  // of _C_sm90a, which has its own copy.
+  m.def("plan_cost(str device) -> str");
+  m.def("set_plan_cost(str device, str text) -> ()");
+  m.def("sm90a_set_cost(str text) -> ()");
   m.def("build_info() -> str");
 }

@@ -9,15 +9,20 @@
 #include <torch/headeronly/core/ScalarType.h>
 
 #include <atomic>
+#include <limits>
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "kernels/gemm_call.hpp"
+#include "kernels/grouped_calls.hpp"
 #include "kernels/sm80/device.hpp"
 #include "kernels/sm80/entry.hpp"
 #include "ops/gemm_arguments.hpp"
 #include "ops/gpu_tiles.hpp"
+#include "ops/grouped_arguments.hpp"
 #include "ops/workspace.hpp"
 
 namespace {
@@ -31,6 +36,7 @@ using tpk::GemmOutcome;
 using tpk::Matrix;
 using tpk::ScalarKind;
 using tpk::ops::GemmArguments;
+using tpk::ops::GroupedArguments;
 using tpk::ops::View;
 
 constexpr const char* kOp = "tpkernels::streamk_gemm";
@@ -62,16 +68,15 @@ const tpk::ops::GemmRules& rules() {
   return rules;
 }
 
-// [N], or [batch, rows, cols]; nothing if there is no such tensor.
+// [N], [rows, cols] or [batch, rows, cols]; nothing if there is no such tensor.
 Matrix matrix_of(const View& v) {
   Matrix m;
   if (!v.exists()) return m;
   m.data = v.data;
   m.kind = kind_of(v.type);
   m.col_stride = v.stride(v.dim - 1);
-  if (v.dim < 3) return m;
-  m.batch_stride = v.stride(0);
-  m.row_stride = v.stride(1);
+  if (v.dim > 1) m.row_stride = v.stride(v.dim - 2);
+  if (v.dim > 2) m.batch_stride = v.stride(0);
   return m;
 }
 
@@ -91,6 +96,43 @@ GemmCall call_of(const GemmArguments& g) {
     c.a.data = c.b.data = c.out.data;
     if (g.gate.exists()) c.gate.data = c.out.data;
   }
+  return c;
+}
+
+// Nothing is read of operands when K = 0, but addresses are formed, and an empty tensor may have none.
+GemmCall call_of(const GroupedArguments& g) {
+  GemmCall c;
+  c.problem = g.problem;
+  c.element = g.a.type == ScalarType::BFloat16 ? Element::kBf16 : Element::kFp16;
+  c.a = matrix_of(g.a);
+  c.b = matrix_of(g.b);
+  c.bias = matrix_of(g.bias);
+  std::swap(c.bias.batch_stride, c.bias.row_stride);  // a row of it for each group
+  c.out = matrix_of(g.out);
+  c.preact = matrix_of(g.preact);
+  if (g.problem.k == 0) c.a.data = c.b.data = c.out.data;
+  return c;
+}
+
+// m from a row and a matrix of its batch on.
+Matrix part_of(Matrix m, int64_t matrix, int64_t row) {
+  if (m.data == nullptr) return m;
+  const int64_t elements = matrix * m.batch_stride + row * m.row_stride;
+  m.data = static_cast<char*>(m.data) + elements * tpk::bytes_of(m.kind);
+  return m;
+}
+
+// The product of one group of rows.
+GemmCall group_of(const GemmCall& all, int64_t group, int64_t begin, int64_t rows) {
+  GemmCall c = all;
+  c.problem.m = rows;
+  if (c.problem.k > 0) {
+    c.a = part_of(all.a, 0, begin);
+    c.b = part_of(all.b, group, 0);
+  }
+  c.bias = part_of(all.bias, group, 0);
+  c.out = part_of(all.out, 0, begin);
+  c.preact = part_of(all.preact, 0, begin);
   return c;
 }
 
@@ -139,6 +181,58 @@ void run(const GemmCall& c, const tpk::sm80::DeviceFacts& facts, tpk::ops::Works
   REQUIRE(outcome == GemmOutcome::kDone, static_cast<const char*>(message));
 }
 
+// All groups in one launch of the Hopper kernel, or as few as there can be. False if it is not here, or
+// refuses one: all have to be made in another way.
+bool run_groups(GemmCall c, const tpk::sm80::DeviceFacts& facts, const std::vector<int64_t>& sizes,
+                tpk::ops::Workspace workspace) {
+  const GemmEntry hopper = facts.major == 9 && facts.minor == 0 ? hopper_entry.load() : nullptr;
+  if (hopper == nullptr || !(c.tile.empty() || tpk::ops::is_hopper_tile(c.tile))) return false;
+  if (c.problem.m > std::numeric_limits<int32_t>::max()) return false;
+  void* const stream = current_stream(c.device);
+  for (const tpk::GroupedRows& groups : tpk::grouped_calls(sizes)) {
+    c.groups = &groups;
+    char message[1024] = "";
+    const GemmOutcome outcome = hopper(c, stream, workspace.allocator(), message, sizeof message);
+    if (outcome == GemmOutcome::kRefused) return false;
+    REQUIRE(outcome == GemmOutcome::kDone, static_cast<const char*>(message));
+  }
+  return true;
+}
+
+// What a call is told beside its tensors, checked.
+void set_plan(GemmCall& c, const std::string& schedule, int64_t workers, int64_t splits,
+              const std::string& tile, int64_t multiprocessors, const tpk::sm80::DeviceFacts& facts) {
+  c.schedule = schedule;
+  c.tile = tile;
+  c.workers = workers;
+  c.splits = splits;
+  c.timeout_ns = timeout_ns();
+  try {
+    if (schedule != "auto") tpk::parse_schedule_kind(schedule);
+    tpk::ops::check_gpu_tile(tile);
+  } catch (const std::invalid_argument& error) {
+    REQUIRE(false, error.what());
+  }
+  REQUIRE(facts.major >= 8, "the device must have compute capability 8.0 or later, but cuda:", c.device,
+          " has ", facts.major, ".", facts.minor, ": use path 'cublas'.");
+  REQUIRE(multiprocessors <= facts.multiprocessors, "multiprocessors must be 0 (all) to ",
+          facts.multiprocessors, ", what cuda:", c.device, " has, but it is ", multiprocessors, ".");
+  c.multiprocessors = multiprocessors > 0 ? static_cast<int>(multiprocessors) : facts.multiprocessors;
+}
+
+// The device made current, if it is not.
+class CurrentDevice {
+ public:
+  explicit CurrentDevice(int device) {
+    int current = -1;
+    (void)cudaGetDevice(&current);
+    if (current != device) guard_.emplace(device);
+  }
+
+ private:
+  std::optional<torch::stable::accelerator::DeviceGuard> guard_;
+};
+
 void streamk_gemm(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias, const Tensor& out,
                   const std::optional<Tensor>& preact, const std::string& activation, bool accumulate,
                   const std::string& schedule, int64_t workers, int64_t splits, const std::string& tile,
@@ -150,36 +244,42 @@ void streamk_gemm(const Tensor& a, const Tensor& b, const std::optional<Tensor>&
   c.alpha = static_cast<float>(alpha);
   c.activation = tpk::ops::parse_activation(kOp, activation);
   c.accumulate = accumulate;
-  c.schedule = schedule;
-  c.tile = tile;
-  c.workers = workers;
-  c.splits = splits;
   c.device = g.a.device_index;
-  c.timeout_ns = timeout_ns();
-  try {
-    if (schedule != "auto") tpk::parse_schedule_kind(schedule);
-    tpk::ops::check_gpu_tile(tile);
-  } catch (const std::invalid_argument& error) {
-    REQUIRE(false, error.what());
-  }
   const tpk::sm80::DeviceFacts facts = facts_of(c.device);
-  REQUIRE(facts.major >= 8, "the device must have compute capability 8.0 or later, but cuda:", c.device,
-          " has ", facts.major, ".", facts.minor, ": use path 'cublas'.");
-  REQUIRE(multiprocessors <= facts.multiprocessors, "multiprocessors must be 0 (all) to ",
-          facts.multiprocessors, ", what cuda:", c.device, " has, but it is ", multiprocessors, ".");
-  c.multiprocessors = multiprocessors > 0 ? static_cast<int>(multiprocessors) : facts.multiprocessors;
+  set_plan(c, schedule, workers, splits, tile, multiprocessors, facts);
   if (g.out.is_empty()) return;
-
-  int current = -1;
-  (void)cudaGetDevice(&current);
-  std::optional<torch::stable::accelerator::DeviceGuard> guard;
-  if (current != c.device) guard.emplace(c.device);
+  const CurrentDevice current(c.device);
   run(c, facts, tpk::ops::Workspace(a));
+}
+
+void streamk_gemm_grouped(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias,
+                          const Tensor& out, const std::optional<Tensor>& preact,
+                          const std::string& activation, const std::vector<int64_t>& group_sizes,
+                          const std::string& schedule, int64_t workers, int64_t splits,
+                          const std::string& tile, int64_t multiprocessors) {
+  tpk::ops::GemmRules rules_of_groups = rules();
+  rules_of_groups.op = "tpkernels::streamk_gemm_grouped";
+  const GroupedArguments g = tpk::ops::check_grouped(rules_of_groups, a, b, bias, out, preact, group_sizes,
+                                                     workers, splits, multiprocessors);
+  GemmCall c = call_of(g);
+  c.activation = tpk::ops::parse_activation(kOp, activation);
+  c.device = g.a.device_index;
+  const tpk::sm80::DeviceFacts facts = facts_of(c.device);
+  set_plan(c, schedule, workers, splits, tile, multiprocessors, facts);
+  if (g.out.is_empty()) return;
+  const CurrentDevice current(c.device);
+  if (run_groups(c, facts, group_sizes, tpk::ops::Workspace(a))) return;
+  tpk::ops::for_each_group(group_sizes, [&](int64_t group, int64_t begin, int64_t rows) {
+    run(group_of(c, group, begin, rows), facts, tpk::ops::Workspace(a));
+  });
 }
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(tpkernels, CUDA, m) { m.impl("streamk_gemm", TORCH_BOX(&streamk_gemm)); }
+STABLE_TORCH_LIBRARY_IMPL(tpkernels, CUDA, m) {
+  m.impl("streamk_gemm", TORCH_BOX(&streamk_gemm));
+  m.impl("streamk_gemm_grouped", TORCH_BOX(&streamk_gemm_grouped));
+}
 
 STABLE_TORCH_LIBRARY_IMPL(tpkernels, CompositeExplicitAutograd, m) {
   m.impl("attach_sm90a", TORCH_BOX(&attach_sm90a));

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from tpkernels.errors import ArgumentError, ShapeError
+from tpkernels.fp8.recipe import RecipeLike
+from tpkernels.nn import _fp8
 from tpkernels.nn._checks import check_counts_from_front
 from tpkernels.nn._options import LayerOptions
 from tpkernels.nn.sharding import GroupLike, ParallelModule, Placement
@@ -49,6 +51,8 @@ class ParallelLinear(ParallelModule):
             first forward pass. None: where it is there. False: never, ``weight.grad`` gets it.
         delay_wgrad: leave the weight's gradient to ``backward_dw()``. The attribute may be changed at any time; it
             holds for the forward passes that follow.
+        recipe: make the products in FP8: "tensorwise", "rowwise", "blockwise" or a ``tpkernels.Fp8Recipe``. The
+            parameters stay what they are, and so does the state dict. None: in the parameters' dtype.
     """
 
     weight: nn.Parameter
@@ -75,8 +79,10 @@ class ParallelLinear(ParallelModule):
         path: str = "auto",
         gradient_accumulation_fusion: bool | None = None,
         delay_wgrad: bool = False,
+        recipe: RecipeLike | None = None,
     ) -> None:
         super().__init__(group, path)
+        self.recipe = _fp8.checked_recipe(recipe, dtype, delay_wgrad)
         for argument, value in (("in_features", in_features), ("out_features", out_features)):
             if value < 1:
                 raise ArgumentError(f"{argument}: a linear layer needs at least 1, but it is {value}.")
@@ -175,6 +181,7 @@ class ParallelLinear(ParallelModule):
         """All that is said of x and shard_sizes in the layer's terms, before the operation checks them in its own."""
         self._check_shard_sizes(shard_sizes)
         self._check_main_grad()
+        _fp8.check_call(self)
         if self.lora is not None:
             self.lora.check(self)
         if x.dim() < 2:
@@ -192,6 +199,8 @@ class ParallelLinear(ParallelModule):
         text += f", bias={self.bias is not None}, sequence_parallel={self.sequence_parallel}"
         if self.sequence_parallel:
             text += f", sequence_dim={self.sequence_dim}"
+        if self.recipe is not None:
+            text += f", FP8: {self.recipe}"
         if self.lora is not None:
             text += f", {self.lora}"
         return f"{text}, {self._group_repr()}"

@@ -6,6 +6,7 @@ from typing import TypedDict
 
 import torch
 
+from tpkernels.fp8.recipe import RecipeLike
 from tpkernels.nn.sharding import GroupLike
 
 __all__ = ["LayerOptions", "joined"]
@@ -25,6 +26,7 @@ class LayerOptions(TypedDict, total=False):
     path: str
     gradient_accumulation_fusion: bool | None
     delay_wgrad: bool
+    recipe: RecipeLike | None
 
 
 def joined(options: LayerOptions, key: str) -> LayerOptions:

@@ -105,13 +105,13 @@ class Target(NamedTuple):
         return None if grad is None else grad.t().to(left.dtype)
 
     def into(self) -> Tensor:
-        """``main_grad.t()``, for those who add to it themselves. Not where the gradient is delayed."""
-        return checked(self.parameter).detach().t()
+        """``main_grad.mT``, for those who add to it themselves. Not where the gradient is delayed."""
+        return checked(self.parameter).detach().mT
 
     def added(self, like: Tensor) -> Tensor | None:
         """What ``b`` gets for a gradient when that was added to :meth:`into`."""
         grad = _stand_in(self.parameter)
-        return None if grad is None else grad.t().to(like.dtype)
+        return None if grad is None else grad.mT.to(like.dtype)
 
     @property
     def delayed(self) -> bool:
@@ -172,10 +172,11 @@ def listed(main_grad_of: Parameters, bs: Sequence[Tensor]) -> list[Sink | None] 
         if sink is None:
             continue
         p = sink.parameter if isinstance(sink, Delayed) else sink
-        if p.dim() != 2 or p.t().shape != b.shape or (p.dtype == b.dtype and p.t().stride() != b.stride()):
+        t = p.mT if p.dim() > 1 else p
+        if p.dim() < 2 or t.shape != b.shape or (p.dtype == b.dtype and t.stride() != b.stride()):
             raise ShapeError(
-                f"main_grad_of[{i}]: b must be the parameter's .t(), {list(p.shape[::-1])} with strides "
-                f"{list(p.stride()[::-1])}, got {list(b.shape)} with strides {list(b.stride())}."
+                f"main_grad_of[{i}]: b must be the parameter's .{'t()' if p.dim() < 3 else 'mT'}, {list(t.shape)} with "
+                f"strides {list(t.stride())}, got {list(b.shape)} with strides {list(b.stride())}."
             )
         fused = not isinstance(sink, Delayed) or sink.fused
         if fused and torch.is_grad_enabled() and b.requires_grad:

@@ -44,6 +44,7 @@ def _implementation(
     request = _paths.parse(path, a.device.type, distributed=False)
     choice = _paths.choose_gemm(request, a.device.type, a.dtype)
     product = _gemm.run(choice, a, b, epilogue, out_dtype=dtype, want_preact=return_preact)
+    choice = product.choice or choice
     detail = _gemm.describe(a, b, gated=gate is not None)
     _paths.record("matmul", "none", choice.gemm, detail, choice.why)
     return [product.out, *product.kept]
@@ -194,7 +195,20 @@ def weight_grad(
         return target.add(a.flatten(0, -2).t(), grad.flatten(0, -2), path)
     if b.dim() == 2:
         return product_like(b, a.flatten(0, -2).t(), grad.flatten(0, -2), path, alpha)
-    return reduce_to(product(a.mT, grad, path=path, alpha=alpha), b.shape)
+    # Where the weight is one for several matrices their rows are summed up in the product, not behind it.
+    batch = grad.shape[:-2]
+    own = (*(1,) * (grad.dim() - b.dim()), *b.shape[:-2])
+    shared = [d for d, n in enumerate(own) if n == 1 and batch[d] != 1]
+    left, right = (_rows_together(x.expand(*batch, -1, -1), shared) for x in (a, grad))
+    return product(left.mT, right, path=path, alpha=alpha).reshape(b.shape)
+
+
+def _rows_together(x: Tensor, dims: list[int]) -> Tensor:
+    """Batch dimensions ``dims`` and the rows as one dimension; a copy where no view can be that."""
+    if not dims:
+        return x
+    inner = list(range(x.dim() - 2 - len(dims), x.dim() - 2))
+    return x.movedim(dims, inner).flatten(inner[0], -2)
 
 
 def is_transposed(b: Tensor) -> bool:
@@ -244,7 +258,7 @@ def _accumulate(a: Tensor, b: Tensor, acc: Tensor, path: str) -> None:
     _checks.check_no_overlap("accumulate_into", acc, [("a", a), ("b", b)])
     request = _paths.parse(path, a.device.type, distributed=False)
     choice = _paths.choose_gemm(request, a.device.type, a.dtype)
-    _gemm.accumulate(choice, a, b, acc)
+    choice = _gemm.accumulate(choice, a, b, acc)
     _paths.record("matmul_accumulate", "none", choice.gemm, _gemm.describe(a, b), choice.why)
 
 

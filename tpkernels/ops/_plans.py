@@ -31,7 +31,7 @@ class Product(NamedTuple):
 
     gated: a gate [k, n] beside the right factor, in one call of Stream-K. finishes: bias, residual, activation, a
     stored pre-activation, or sums into the output follow (so they do where it is gated). outer_major: K is contiguous
-    in neither factor.
+    in neither factor. group_sizes: of a grouped product, as many factors [k, n] for m rows in all.
     """
 
     batch: int
@@ -41,6 +41,7 @@ class Product(NamedTuple):
     gated: bool = False
     finishes: bool = False
     outer_major: bool = False
+    group_sizes: tuple[int, ...] = ()
 
 
 class Machine(NamedTuple):
@@ -86,11 +87,13 @@ def machine_of(device: str, index: torch.device | None = None) -> Machine:
     return Machine(architecture, properties.multi_processor_count)
 
 
-def plan(product: Product, machine: Machine, schedule: str = "auto", tile: str = "") -> dict[str, Any]:
-    """The cheapest plan with that schedule and tile; "auto" and "" leave them open."""
+def plan(
+    product: Product, machine: Machine, schedule: str = "auto", tile: str = "", splits: int = 1
+) -> dict[str, Any]:
+    """The cheapest plan with that schedule, tile and number of splits; "auto" and "" leave them open."""
     size, demands = product[:4], product[4:]
     kind, numbers, predicted = torch.ops.tpkernels.streamk_plan(
-        *size, machine.architecture, schedule, 0, 1, machine.multiprocessors, tile, *demands
+        *size, machine.architecture, schedule, 0, splits, machine.multiprocessors, tile, *demands
     )
     bm, bn, bk, tiles, k_iters, workers, splits, partial_tiles, cluster_m, cluster_n = numbers
     return {
@@ -143,6 +146,9 @@ def why(product: Product, machine: Machine, chosen: dict[str, Any]) -> str:
 
 def estimate_us(product: Product, multiprocessors: int = 0, rates: CublasEstimate = CUBLAS_H100) -> float:
     """Rough time of torch.mm in bfloat16 on an H100: arithmetic or memory, whichever is longer; twice for a gate."""
+    if product.group_sizes:  # one after another
+        each = (product._replace(m=size, group_sizes=()) for size in product.group_sizes if size > 0)
+        return sum(estimate_us(one, multiprocessors, rates) for one in each)
     batch, m, n, k = product[:4]
     share = (multiprocessors or 132) / 132
     flops, moved = 2.0 * batch * m * n * k, 2.0 * batch * (m * k + k * n + m * n)

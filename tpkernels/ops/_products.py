@@ -69,6 +69,8 @@ def run_products(
         )
         for b, bias in zip(bs, plan.biases, strict=True)
     ]
+    if products[0].choice is not None:  # tuning may have chosen; each product for itself, the first is told
+        plan = plan._replace(choice=products[0].choice)
     note_products(op, plan, a, bs)
     return [p.out for p in products] + [kept for p in products for kept in p.kept]
 

@@ -130,14 +130,17 @@ def _own_shape(plan: _Plan) -> list[int]:
     return shape
 
 
-def _partial(plan: _Plan, as_: Sequence[Tensor], bs: Sequence[Tensor]) -> Tensor:
-    """This rank's ``sum_i a_i @ b_i``: rounded once if it will travel, wide if it is all there is."""
+def _partial(plan: _Plan, as_: Sequence[Tensor], bs: Sequence[Tensor]) -> tuple[Tensor, _Plan]:
+    """This rank's ``sum_i a_i @ b_i``: rounded once if it will travel, wide if it is all there is.
+
+    And the plan, with what made the first product: tuning may have chosen that.
+    """
     wide = _collectives.accumulate_dtype(plan.out_dtype)
     single = len(as_) == 1 and plan.group.world > 1
-    total = _gemm.run(plan.choice, as_[0], bs[0], out_dtype=plan.out_dtype if single else wide).out
+    first = _gemm.run(plan.choice, as_[0], bs[0], out_dtype=plan.out_dtype if single else wide)
     for a, b in zip(as_[1:], bs[1:], strict=True):
-        _gemm.accumulate(plan.choice, a, b, total)
-    return total
+        _gemm.accumulate(plan.choice, a, b, first.out)
+    return first.out, plan if first.choice is None else plan._replace(choice=first.choice)
 
 
 def _note(op: str, plan: _Plan, as_: Sequence[Tensor], bs: Sequence[Tensor]) -> None:
@@ -206,8 +209,10 @@ def reduce_scatter_over(
     used = False
     if plan.way is not None:
         with Reported("matmul_reduce_scatter", group):
-            partial = _partial(plan, a, b).to(plan.out_dtype)
-            out = fused.small_reduce_scatter(group, partial, bias, residual, plan.dim, plan.sizes)
+            partial, plan = _partial(plan, a, b)
+            out = fused.small_reduce_scatter(
+                group, partial.to(plan.out_dtype), bias, residual, plan.dim, plan.sizes
+            )
     elif plan.transport == _paths.FUSED:
         # Whole, before a gather begins that peers would wait for: what is refused, or finds no memory, is so here.
         call = fused.prepared_reduce_scatter(
@@ -222,8 +227,9 @@ def reduce_scatter_over(
             call.launch()
         out = call.result()
     else:
+        partial, plan = _partial(plan, a, b)
         out = _collectives.reduce_scatter(
-            _partial(plan, a, b), plan.dim, plan.sizes, group, plan.out_dtype, bias=bias, residual=residual
+            partial, plan.dim, plan.sizes, group, plan.out_dtype, bias=bias, residual=residual
         )
     _note("matmul_reduce_scatter", plan, a, b)
     if shard is not None and use is not None and not used:
@@ -278,14 +284,14 @@ def _matmul_all_reduce(
     plan = _settled("matmul_all_reduce", plan, a, b)
     if plan.way is not None:
         with Reported("matmul_all_reduce", group):
-            partial = _partial(plan, a, b).to(plan.out_dtype)
-            out = fused.small_all_reduce(group, partial, bias, residual, plan.way)
+            way = plan.way
+            partial, plan = _partial(plan, a, b)
+            out = fused.small_all_reduce(group, partial.to(plan.out_dtype), bias, residual, way)
     elif plan.transport == _paths.FUSED:
         out = fused.matmul_all_reduce(group, a, b, bias, residual, out_dtype=plan.out_dtype)
     else:
-        out = _collectives.all_reduce_sum(
-            _partial(plan, a, b), group, plan.out_dtype, bias=bias, residual=residual
-        )
+        partial, plan = _partial(plan, a, b)
+        out = _collectives.all_reduce_sum(partial, group, plan.out_dtype, bias=bias, residual=residual)
     _note("matmul_all_reduce", plan, a, b)
     return out
 

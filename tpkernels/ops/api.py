@@ -18,6 +18,8 @@ Semantics shared by all of them:
   raises (without fullgraph the call breaks the graph and runs eagerly).
 - ``path`` forces an implementation (see :mod:`tpkernels.ops._paths`); ``"auto"`` may be overridden by the
   environment variable ``TPK_PATH``. ``tpkernels.last_path()`` tells what ran.
+- With ``TPK_AUTOTUNE=1``, or inside ``tpkernels.autotune()``, path "auto" takes what was timed to be the fastest, and
+  path "fused" plans that its ranks have timed together: docs/tuning.md.
 - Path "fused" (Hopper GPUs of one host, bfloat16 and float16) lets rows travel while others are multiplied, in
   ``all_gather_matmul`` and ``matmul_reduce_scatter`` and their gradients. All ranks of a group ask for it alike. It
   uses memory that ranks share, which its first calls, and calls that need more, allocate together: make one call

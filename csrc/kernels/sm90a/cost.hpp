@@ -66,6 +66,9 @@ inline constexpr HopperCost kCostHopper{5.1,
                                          {0.874, 0.874, 0.884}},
                                         {2.15, 1.99, 5.62, 0.77, 0.43, 2.33}};
 
+// What plans are made with; see CostInUse.
+inline constinit CostInUse<HopperCost> hopper_cost{kCostHopper};
+
 // Copies to the peers by the copy engine, as a gather makes them: all ranks at once, one peer after the
 // other, beside a product.
 struct LinkCost {
@@ -79,8 +82,9 @@ struct LinkCost {
 // 3 x 8 MiB, 345 for 12 x 8. More: eight H200, 7 x 25 MiB in 722 us.
 inline constexpr LinkCost kCostLink{5.0, {3.8e+05, 3.4e+05, 2.7e+05}};
 
-inline bool fits_l2(const Problem& p, const HopperCost& c, int element_bytes) {
-  return (static_cast<double>(p.m) + p.n) * p.k * element_bytes <= c.l2_bytes;
+// matrices: of B that rows of one batch are multiplied by (Demands).
+inline bool fits_l2(const Problem& p, const HopperCost& c, int element_bytes, int64_t matrices = 1) {
+  return (static_cast<double>(p.m) + static_cast<double>(matrices) * p.n) * p.k * element_bytes <= c.l2_bytes;
 }
 
 // What the workers of a streamed piece bring from device memory takes so much longer than an iteration: those
@@ -98,8 +102,8 @@ inline double starved_iter_us(const Piece& piece, TileId tile, ClusterShape clus
 }
 
 inline double starved_us(const Problem& p, const Schedule& s, TileId tile, ClusterShape cluster,
-                         double iter_us, const HopperCost& c) {
-  if (fits_l2(p, c, element_bytes(tile))) return 0;
+                         double iter_us, const HopperCost& c, int64_t matrices = 1) {
+  if (fits_l2(p, c, element_bytes(tile), matrices)) return 0;
   double total = 0;
   for (int64_t i = 0; i < s.num_pieces; ++i) {
     const Piece& piece = s.pieces[i];
@@ -116,6 +120,7 @@ struct Demands {
   bool gated = false;
   bool finishes = false;     // the epilogue does more than round, which pingpong tiles hide
   bool outer_major = false;  // both operands
+  int64_t matrices = 1;      // of B: the groups of a grouped product
   Product product = Product::kHalf;
 };
 
@@ -164,7 +169,7 @@ inline double work_us(const Problem& p, const Schedule& s, TileId tile, ClusterS
     }
     work = std::max(work, us);
   }
-  work += starved_us(p, s, tile, cluster, iter, c);
+  work += starved_us(p, s, tile, cluster, iter, c, demands.matrices);
   return work * static_cast<double>(ceil_div(s.workers, std::max<int64_t>(1, running)));
 }
 

@@ -125,7 +125,8 @@ class DeviceCache {
   }
 
   LaunchPlan plan(const GemmCall& call, const Demands& demands, const Residency& r) {
-    const Problem p = whole_problem(call);
+    Problem p = whole_problem(call);
+    if (call.groups != nullptr) p.m = call.groups->num_rows();
     const Ranks ranks = ranks_of(call.hooks);
     Key key{p.batch,
             p.m,
@@ -139,15 +140,17 @@ class DeviceCache {
             demands.finishes,
             demands.outer_major,
             static_cast<int>(demands.product),
-            ranks.key(),
+            ranks.key() + (call.groups != nullptr ? call.groups->key() : ""),
             std::string(call.schedule),
-            std::string(call.tile)};
+            std::string(call.tile),
+            &hopper_cost.get()};
     const std::lock_guard lock(mutex_);
     const auto found = plans_.find(key);
     if (found != plans_.end()) return found->second;
     if (plans_.size() >= kMaxPlans) plans_.clear();
     LaunchPlan made;
-    made.gemm = plan_gemm(p, call.schedule, call.workers, call.splits, call.tile, demands, r, ranks);
+    made.gemm =
+        plan_gemm(p, call.schedule, call.workers, call.splits, call.tile, demands, r, ranks, call.groups);
     const Plan& plan = made.gemm.plan;
     // A share may have rows that wait for other ranks; one finisher of a tile does so alone.
     made.shares =
@@ -175,7 +178,7 @@ class DeviceCache {
 
  private:
   using Key = std::tuple<int64_t, int64_t, int64_t, int64_t, int, int, int64_t, int64_t, bool, bool, bool,
-                         int, std::string, std::string, std::string>;
+                         int, std::string, std::string, std::string, const HopperCost*>;
   static constexpr size_t kMaxPlans = 1024;
   std::mutex mutex_;
   std::set<std::pair<int, const void*>> prepared_;

@@ -53,7 +53,10 @@ Operands read_operands(const GemmCall& c) {
   const Problem& p = c.problem;
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max() - 1024;  // coordinates are 32-bit
   if (p.k == 0) throw Refusal{"K is 0, which leaves nothing to load."};
-  if (p.m > kMost || p.n > kMost || whole_problem(c).k > kMost || p.batch > kMost) {
+  if (c.groups != nullptr && (c.hooks != nullptr || c.num_more > 0 || c.gate.data != nullptr))
+    throw Refusal{"a grouped product has no hooks, no further pairs of factors and no gate."};
+  if (p.m > kMost || p.n > kMost || whole_problem(c).k > kMost || p.batch > kMost ||
+      (c.groups != nullptr && c.groups->matrices > kMost)) {
     throw Refusal{"M, N, K and batch must stay below 2^31 - 1024."};
   }
   Operands o;
@@ -61,11 +64,18 @@ Operands read_operands(const GemmCall& c) {
   const auto view_a = [&](const Matrix& m, int64_t k) {
     return view_operand(m, p.batch, p.m, m.row_stride, k, m.col_stride, bytes);
   };
+  const int64_t matrices = c.groups != nullptr ? c.groups->matrices : p.batch;
   const auto view_b = [&](const Matrix& m, int64_t k) {
-    return view_operand(m, p.batch, p.n, m.col_stride, k, m.row_stride, bytes);
+    return view_operand(m, matrices, p.n, m.col_stride, k, m.row_stride, bytes);
   };
   o.a = take_operand("a", view_a(c.a, p.k));
   o.b = take_operand("b", view_b(c.b, p.k));
+  if (c.groups != nullptr && o.a.major == Major::kOuter) {
+    for (int32_t i = 0; i < c.groups->count; ++i) {  // TMA's boxes begin at multiples of 16 bytes
+      if (c.groups->rows[i].begin % 8 != 0)
+        throw Refusal{"every group must begin at a multiple of 8 rows where a has M contiguous."};
+    }
+  }
   for (int i = 0; i < c.num_more; ++i) {
     if (c.more[i].k == 0) throw Refusal{"K of a pair is 0, which leaves nothing to load."};
     o.more[i].a = take_operand("a of another pair", view_a(c.more[i].a, c.more[i].k));
@@ -147,7 +157,7 @@ void fill_maps(GemmParams& p, const GemmCall& c, const Operands& o, const GemmPl
     const int32_t end = ranks.row_end[ranks.rank];
     p.own_end = end == c.problem.m ? std::numeric_limits<int32_t>::max() : end;
   }
-  p.batch_step_a = o.a.batch_step;
+  p.batch_step_a = c.groups != nullptr ? 0 : o.a.batch_step;
   p.batch_step_b = o.b.batch_step;
 }
 
@@ -190,6 +200,7 @@ void fill_epilogue(GemmParams& p, const GemmCall& c, TileId tile) {
   if (c.preact.data != nullptr) p.preact = output_of(c.preact, q);
   p.bias = c.bias.data;
   p.bias_kind = c.bias.kind;
+  p.bias_batch_stride = c.bias.batch_stride * bytes_of(c.bias.kind);
   p.bias_stride = c.problem.n > 1 ? c.bias.col_stride * bytes_of(c.bias.kind) : 0;
   p.activation = c.activation;
   p.alpha = c.alpha;
@@ -296,12 +307,13 @@ Prepared prepare(const GemmCall& call) {
       of_tile[i] = std::min<int64_t>(of_tile[i], call.multiprocessors / kClusterShapes[i].size());
     }
   }
-  const Demands demands{
-      call.gate.data != nullptr,
-      call.gate.data != nullptr || call.bias.data != nullptr || call.residual.data != nullptr ||
-          call.preact.data != nullptr || call.activation != Activation::kNone ||
-          (call.accumulate && call.out.kind != ScalarKind::kFp32),
-      out.operands.a.major == Major::kOuter && out.operands.b.major == Major::kOuter, product_of(call)};
+  const Demands demands{call.gate.data != nullptr,
+                        call.gate.data != nullptr || call.bias.data != nullptr ||
+                            call.residual.data != nullptr || call.preact.data != nullptr ||
+                            call.activation != Activation::kNone ||
+                            (call.accumulate && call.out.kind != ScalarKind::kFp32),
+                        out.operands.a.major == Major::kOuter && out.operands.b.major == Major::kOuter,
+                        call.groups != nullptr ? call.groups->count : 1, product_of(call)};
   out.plan = cache.plan(call, demands, residency);
   const GemmPlan& plan = out.plan.gemm;
   out.kernel = find_kernel(plan.tile, call.element, out.operands.a.major, out.operands.b.major);

@@ -64,7 +64,8 @@ __device__ __forceinline__ void run_consumer(const GemmParams& p, SharedStorage<
       release();
       continue;
     }
-    if (p.bias != nullptr) load_bias<Tile::kBN>(p, item.n, s.bias[consumer], kOwnBarrier + consumer);
+    if (p.bias != nullptr)
+      load_bias<Tile::kBN>(p, item.batch, item.n, s.bias[consumer], kOwnBarrier + consumer);
     if constexpr (Tile::kScaled) request_scales<Tile>(p, s, item, row, consumer, kOwnBarrier + consumer);
     if (Tile::kPingpong) named_sync(kTurnBarrier + consumer, 2 * kWarpgroup);
     const int slots = item.partials();

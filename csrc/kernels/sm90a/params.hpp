@@ -82,7 +82,8 @@ struct GemmParams {
   OwnRows own_rows;
   Output preact;
   const void* bias = nullptr;
-  int64_t bias_stride = 0;   // bytes
+  int64_t bias_stride = 0;  // bytes
+  int64_t bias_batch_stride = 0;
   int32_t num_late = 0;      // added after the activation: the residual, and out where it cannot be added to
   bool late_staged = false;  // the first of them is loaded in lines
   Addend late[2];

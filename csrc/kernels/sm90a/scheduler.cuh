@@ -16,16 +16,24 @@ __device__ __forceinline__ WorkItem make_item(const GemmParams& p, const Work& w
   int row = 0;
   int tile_m = w.tile_m;
   item.m_end = static_cast<int32_t>(p.problem.m);
+  item.batch = w.batch;
   if (p.blocks.count > 0) {
     int block = 0;
-    while (block + 1 < p.blocks.count && tile_m >= p.blocks.first_tile[block + 1]) ++block;
+    for (int high = p.blocks.count - 1; block < high;) {
+      const int middle = (block + high) / 2;
+      if (tile_m < p.blocks.first_tile[middle + 1]) {
+        high = middle;
+      } else {
+        block = middle + 1;
+      }
+    }
     tile_m -= p.blocks.first_tile[block];
     row = p.blocks.rows[block].begin;
     item.m_end = p.blocks.rows[block].end;
+    item.batch = p.blocks.matrix[block];
   }
   item.m = row + (tile_m * p.cluster_m + at.m) * Tile::kBM;
   item.n = (w.tile_n * p.cluster_n + at.n) * (p.gated ? Tile::kBN / 2 : Tile::kBN);
-  item.batch = w.batch;
   item.k = w.k_begin * Tile::kBK;
   item.iters = w.iters;
   item.slot = w.slot;
