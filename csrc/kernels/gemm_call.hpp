@@ -20,6 +20,7 @@
 #include "kernels/gemm_hooks.hpp"
 #include "kernels/gemm_types.hpp"
 #include "kernels/grouped_rows.hpp"
+#include "kernels/scaled_call.hpp"
 
 namespace tpk {
 
@@ -46,6 +47,7 @@ struct GemmCall {
   double alpha = 1.0;
   Activation activation = Activation::kNone;
   bool accumulate = false;
+  const ScaledOperands* scaled = nullptr;  // Element::kFp8: what a and b are; the Hopper kernel alone
 
   // The plan that is asked for: see host/schedule_builder.hpp. tile "" means the cheapest.
   std::string_view schedule = "auto";

@@ -6,8 +6,9 @@
 namespace tpk {
 
 // Operands, and how they are multiplied. Sums are fp32, of fp64 operands fp64. kTf32 is fp32 in memory, whose
-// factors are rounded to tf32 for the tensor cores.
-enum class Element : int32_t { kBf16, kFp16, kFp32, kTf32, kFp64 };
+// factors are rounded to tf32 for the tensor cores. kFp8: each operand of its own kind,
+// kernels/scaled_call.hpp.
+enum class Element : int32_t { kBf16, kFp16, kFp32, kTf32, kFp64, kFp8 };
 
 // Type of everything that is touched once per tile: bias, residual, output, pre-activation. Chosen at run
 // time.

@@ -215,7 +215,8 @@ void run(const GemmCall& c, const tpk::sm80::DeviceFacts& facts, tpk::ops::Works
 bool run_groups(GemmCall c, const tpk::sm80::DeviceFacts& facts, const std::vector<int64_t>& sizes,
                 tpk::ops::Workspace workspace) {
   const GemmEntry hopper = facts.major == 9 && facts.minor == 0 ? hopper_entry.load() : nullptr;
-  if (hopper == nullptr || !is_for_hopper(c) || !(c.tile.empty() || tpk::ops::is_hopper_tile(c.tile))) return false;
+  if (hopper == nullptr || !is_for_hopper(c) || !(c.tile.empty() || tpk::ops::is_hopper_tile(c.tile)))
+    return false;
   if (c.problem.m > std::numeric_limits<int32_t>::max()) return false;
   void* const stream = current_stream(c.device);
   for (const tpk::GroupedRows& groups : tpk::grouped_calls(sizes)) {

@@ -16,6 +16,20 @@
 
 namespace {
 
+using tpk::sm90a::Product;
+
+// What a name of the Hopper kernel's device says of operands.
+Product product_of(const std::string& device) {
+  return device == "sm90-fp8"          ? Product::kPromoted
+         : device == "sm90-fp8-fast"   ? Product::kFast
+         : device == "sm90-fp8-blocks" ? Product::kBlocks
+                                       : Product::kHalf;
+}
+
+bool is_hopper(const std::string& device) {
+  return device == "sm90" || device == "cuda" || product_of(device) != Product::kHalf;
+}
+
 struct Found {
   tpk::Plan plan;
   tpk::TileShape tile;  // of a CTA
@@ -29,6 +43,10 @@ Found as_often(tpk::Plan plan, const tpk::sm90a::Demands& demands) {
   return {plan, plan.tile, {}};
 }
 
+bool is_half(tpk::Element element) {
+  return element == tpk::Element::kBf16 || element == tpk::Element::kFp16;
+}
+
 // A CUDA plan assumes what the device holds when it is empty, and for the portable kernel the residency of
 // the vector kernels; operands that need element loads, and cards with little shared memory, may get another.
 Found find(const tpk::Problem& p, tpk::Element element, const std::string& device,
@@ -39,11 +57,10 @@ Found find(const tpk::Problem& p, tpk::Element element, const std::string& devic
     return as_often(tpk::ops::cpu_plan("streamk_plan", p, schedule, workers, splits, tile), demands);
   }
   try {
-    const bool half = element == tpk::Element::kBf16 || element == tpk::Element::kFp16;
-    TPK_REQUIRE(half || device != "sm90",
-                "streamk_plan: the Hopper kernel, device 'sm90', takes bfloat16 and float16: ask for device "
-                "'sm90-portable'.");
-    if (half && (device == "sm90" || device == "cuda")) {
+    const bool half = is_half(element);
+    TPK_REQUIRE(half || device == "cuda" || !is_hopper(device), "streamk_plan: the Hopper kernel, device '",
+                device, "', takes bfloat16 and float16: ask for device 'sm90-portable'.");
+    if (half && is_hopper(device)) {
       const auto residency = tpk::sm90a::full_residency(multiprocessors > 0 ? multiprocessors : 132);
       const auto g =
           tpk::sm90a::plan_gemm(p, schedule, workers, splits, tile, demands, residency, {}, groups);
@@ -76,9 +93,9 @@ std::tuple<std::string, std::vector<int64_t>, double> streamk_plan(
     int64_t batch, int64_t m, int64_t n, int64_t k, const std::string& device, const std::string& schedule,
     int64_t workers, int64_t splits, int64_t multiprocessors, const std::string& tile, bool gated,
     bool finishes, bool outer_major, const std::vector<int64_t>& group_sizes, const std::string& dtype) {
-  TPK_REQUIRE(device == "sm80" || device == "cpu" || device == "cuda" || device == "sm90" ||
-                  device == "sm90-portable",
-              "streamk_plan: device must be 'cpu', 'cuda', 'sm80', 'sm90' or 'sm90-portable', but it is '",
+  TPK_REQUIRE(device == "sm80" || device == "cpu" || device == "sm90-portable" || is_hopper(device),
+              "streamk_plan: device must be 'cpu', 'cuda', 'sm80', 'sm90', 'sm90-portable', 'sm90-fp8', "
+              "'sm90-fp8-fast' or 'sm90-fp8-blocks', but it is '",
               device, "'.");
   TPK_REQUIRE(batch >= 0 && m >= 0 && n >= 0 && k >= 0,
               "streamk_plan: batch, m, n and k must not be negative, but they are ", batch, ", ", m, ", ", n,
@@ -97,10 +114,10 @@ std::tuple<std::string, std::vector<int64_t>, double> streamk_plan(
               ".");
   const auto plan_of = [&](int64_t of_m, int64_t matrices, const tpk::GroupedRows* groups) {
     return find({of_m, n, k, batch}, element, device, schedule, workers, splits, multiprocessors, tile,
-                {gated, gated || finishes, outer_major, matrices}, groups);
+                {gated, gated || finishes, outer_major, matrices, product_of(device)}, groups);
   };
   std::vector<Found> launches;
-  if (device == "sm90" || device == "cuda") {
+  if (is_half(element) && is_hopper(device)) {
     for (const tpk::GroupedRows& groups : tpk::grouped_calls(group_sizes))
       launches.push_back(plan_of(groups.num_rows(), groups.count, &groups));
   } else {

@@ -40,7 +40,8 @@ def test_spills_and_lost_performance_are_found():
 def test_spills_are_allowed_where_accumulators_leave_no_room():
     check = load_script(".ci/check_cuda.py")
     wide = "_ZN3tpk5sm90a19streamk_gemm_kernelINS0_10TileConfigILi256ELi192ELi3ELb0EEE"
-    for name in (wide, wide.replace("Li256E", "Li128E"), wide.replace("Li256E", "Li192E")):
+    scaled = wide.replace("10TileConfigILi256ELi192ELi3ELb0E", "16ScaledTileConfigILi128ELi256ELi4E")
+    for name in (wide, wide.replace("Li256E", "Li128E"), wide.replace("Li256E", "Li192E"), scaled):
         assert check.problems(PTXAS.replace("_Z4gemm", name)) == []
     for other in (
         ("Li192E", "Li128E"),
@@ -88,6 +89,20 @@ def test_local_memory_is_allowed_before_and_after_the_main_loop_only():
     assert judge(both) == [complaint.format(2)]  # the loop's end, after its last product
     straight = between.replace("BRA 0x200", "BRA 0x800").replace("BRA 0x0 ", "BRA 0xa00 ")
     assert judge(straight) == [complaint.format(1)]  # unrolled: no loop at all
+
+
+def test_a_kernel_of_fp8_has_several_main_loops():
+    check = load_script(".ci/check_cuda.py")
+    loop = SASS.replace("HGMMA.64x256x16.F32.BF16", "QGMMA.64x128x32.F32.E4M3.E4M3").partition("_Z4copy")[0]
+    again = loop.partition('EF_CUDA_SM90"')[2].replace("/*0", "/*1").replace("BRA 0x200", "BRA 0x1200")
+
+    def judge(text: str) -> list[str]:
+        code = check.read_machine_code(text.splitlines(), "HGMMA")
+        return check.machine_code_problems("x/_C_sm90a.abi3.so", code)
+
+    assert judge(loop + again) == []  # what is spilled between the two is in neither
+    inside = again.replace("/*1400*/                   NOP ", "/*1400*/                   STL.64 [R1], R2 ")
+    assert judge(loop + inside) == ["_Z11gemm_kernel (sm_90a) uses local memory 1 times in its main loop"]
 
 
 def test_products_must_use_the_tensor_cores_of_their_library():

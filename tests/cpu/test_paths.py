@@ -273,5 +273,7 @@ def test_plans_by_architecture():
     assert (
         plan(1, 4096, 4096, 4096, "sm80", "stream_k", 8)[1][5] == 8
     )  # workers are tickets, as in streamk_gemm
-    with pytest.raises(RuntimeError, match="device must be 'cpu', 'cuda', 'sm80', 'sm90' or 'sm90-portable'"):
+    with pytest.raises(
+        RuntimeError, match="device must be 'cpu', 'cuda', 'sm80', 'sm90', 'sm90-portable', 'sm90-fp8'"
+    ):
         plan(1, 8, 8, 8, "sm70")
