@@ -29,6 +29,7 @@ Measures tpkernels and every other implementation side by side.
   fit       constants of the Hopper cost model from rows   (fit --help)
   fit-paths constants of path choice from rows             (fit-paths --help)
   fit-auto  what auto wins by choosing between cuBLAS and our kernel   (fit-auto --help)
+  host      what a call costs the host, beside plain torch (host --help)
   list      the suites, or the cases and variants of one: list gemm
 """
 _EXAMPLES = """\
@@ -108,6 +109,19 @@ def _dispatch(arguments: list[str]) -> int:
         from . import fit_auto
 
         return fit_auto.run(_fit_auto_parser().parse_args(arguments[1:]).files, stdout=sys.stdout)
+    if command == "host":
+        from . import host_time
+
+        given = _host_parser().parse_args(arguments[1:])
+        return host_time.run(
+            given.ranks,
+            given.ops,
+            given.backend,
+            path=given.path,
+            seconds=given.seconds,
+            profile=given.profile,
+            stdout=sys.stdout,
+        )
     from . import start
 
     if command == "list":
@@ -154,7 +168,7 @@ def _suites(text: str) -> tuple[str, ...]:
         check_known(
             "suite",
             name,
-            [*suites.names(), "all", "report", "compare", "fit", "fit-paths", "fit-auto", "list"],
+            [*suites.names(), "all", "report", "compare", "fit", "fit-paths", "fit-auto", "host", "list"],
         )
     return names
 
@@ -353,4 +367,24 @@ def _fit_auto_parser() -> argparse.ArgumentParser:
         description="What path 'auto' would win or lose by rules that choose between cuBLAS and our kernel.",
     )
     parser.add_argument("files", metavar="FILE", nargs="+", type=Path)
+    return parser
+
+
+def _host_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="bench host",
+        description="What an eager call of ours costs the calling thread, beside the torch calls that it stands for.",
+    )
+    add = parser.add_argument
+    add("--ranks", metavar="N[,N]", type=_numbers, default=(1, 2), help="default: 1,2")
+    add("--op", dest="ops", metavar="NAME[,NAME]", type=_names, default=(), help="operations (default: all)")
+    add(
+        "--backend",
+        choices=["gloo", "nccl", "fake"],
+        default="gloo",
+        help="of the ranks (default: %(default)s); nccl: on GPUs; fake: one process on CPU that sends nothing",
+    )
+    add("--path", default="auto", help="of our operations (default: %(default)s)")
+    add("--seconds", metavar="S", type=_seconds, default=1.0, help="for each number (default: %(default)s)")
+    add("--profile", metavar="OP", default="", help="cProfile's table of one operation in place of times")
     return parser

@@ -35,7 +35,7 @@ _HOPPER = tuple(
 # Tiles by kernel, for --tiles; those of the Hopper kernel with their clusters.
 TILES = {
     "hopper": _HOPPER,
-    "portable": ("128x128x32", "64x64x32"),
+    "portable": ("128x256x32", "128x128x32", "64x64x32"),
     "cpu": ("256x256x128", "128x128x128", "64x64x128", "32x256x128", "16x64x128"),
 }
 

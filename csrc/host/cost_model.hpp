@@ -1,6 +1,7 @@
 // Predicted time of a schedule. Rough on purpose: it has to rank tiles, kinds and splits, not to tell time.
 //
 //   time = launch + max over workers (iterations * iter + epilogues + partials written + partials added)
+//          + clear, where there are partials
 //
 // The constants are per architecture and per k-iteration of one worker that has a multiprocessor (or core) to
 // itself while all others work too. They are rough and meant to be refitted on real kernels: `tpk calibrate`.
@@ -28,9 +29,11 @@ struct CostConstants {
   double epilogue_elem_us = 0;  // one element stored
   double partial_us = 0;        // writing a partial tile and raising its flag, or waiting for one
   double partial_elem_us = 0;   // one element of it written, or read and added
+  double clear_us = 0;          // zeroing the flags of partial tiles, where there are any
 };
 
-// Portable kernel (mma.sync) on A100: 312 TFLOP/s over 108 multiprocessors at 75 %. An estimate.
+// Half precision by mma.sync on A100: 312 TFLOP/s over 108 multiprocessors at 75 %. An estimate; the portable
+// kernel's own plans use kernels/sm80/cost.hpp, which knows each of its tiles.
 inline constexpr CostConstants kCostSm80{5.0, 9.2e-7, 7.0e-6, 0.05, 0.8, 2.4e-5, 0.8, 3.0e-5};
 // The same kernel on H100 and H200, about half of what wgmma reaches. An estimate.
 inline constexpr CostConstants kCostSm90{5.0, 6.2e-7, 5.0e-6, 0.05, 0.8, 2.0e-5, 0.8, 2.4e-5};
@@ -143,7 +146,8 @@ inline double predict_us(const Schedule& s, const TileShape& t, const CostConsta
     longest = std::max(longest, n.iterations * iter + n.epilogues * epilogue +
                                     (n.partials_written + n.partials_added) * partial);
   }
-  return c.launch_us + longest * ceil_div(s.workers, max64(1, multiprocessors));
+  const double once = c.launch_us + (s.num_slots > 0 ? c.clear_us : 0.0);
+  return once + longest * ceil_div(s.workers, max64(1, multiprocessors));
 }
 
 }  // namespace tpk

@@ -94,7 +94,7 @@ void streamk_gemm(const Tensor& a, const Tensor& b, const std::optional<Tensor>&
                   const std::optional<Tensor>& preact, const std::string& activation, bool accumulate,
                   const std::string& schedule, int64_t workers, int64_t splits, const std::string& tile,
                   const std::optional<Tensor>& gate, const std::optional<Tensor>& residual, double alpha,
-                  int64_t multiprocessors) {
+                  int64_t multiprocessors, bool /*allow_tf32*/) {
   const GemmArguments g = tpk::ops::check_gemm(rules(), a, b, bias, out, preact, gate, residual, workers,
                                                splits, multiprocessors);
   tpk::cpu::GemmArgs args;

@@ -20,6 +20,7 @@
 #include "kernels/grouped_calls.hpp"
 #include "kernels/sm80/device.hpp"
 #include "kernels/sm80/entry.hpp"
+#include "kernels/sm80/plan.hpp"
 #include "ops/gemm_arguments.hpp"
 #include "ops/gpu_tiles.hpp"
 #include "ops/grouped_arguments.hpp"
@@ -48,23 +49,39 @@ std::atomic<GemmEntry> hopper_entry{nullptr};
 // entry: the address of a GemmEntry, from sm90a_entry; 0 detaches.
 void attach_sm90a(int64_t entry) { hopper_entry.store(reinterpret_cast<GemmEntry>(entry)); }
 
-bool is_half(ScalarType type) { return type == ScalarType::BFloat16 || type == ScalarType::Half; }
+bool is_float(ScalarType type) {
+  return type == ScalarType::BFloat16 || type == ScalarType::Half || type == ScalarType::Float ||
+         type == ScalarType::Double;
+}
 
 ScalarKind kind_of(ScalarType type) {
-  return type == ScalarType::Float  ? ScalarKind::kFp32
-         : type == ScalarType::Half ? ScalarKind::kFp16
-                                    : ScalarKind::kBf16;
+  return type == ScalarType::Double  ? ScalarKind::kFp64
+         : type == ScalarType::Float ? ScalarKind::kFp32
+         : type == ScalarType::Half  ? ScalarKind::kFp16
+                                     : ScalarKind::kBf16;
+}
+
+Element element_of(ScalarType type, bool allow_tf32) {
+  switch (kind_of(type)) {
+    case ScalarKind::kFp64:
+      return Element::kFp64;
+    case ScalarKind::kFp32:
+      return allow_tf32 ? Element::kTf32 : Element::kFp32;
+    case ScalarKind::kFp16:
+      return Element::kFp16;
+    default:
+      return Element::kBf16;
+  }
 }
 
 const tpk::ops::GemmRules& rules() {
-  static const tpk::ops::GemmRules rules{
-      kOp,
-      "CUDA",
-      aoti_torch_device_type_cuda(),
-      is_half,
-      [](ScalarType type) { return is_half(type) || type == ScalarType::Float; },
-      "bfloat16 or float16 for the CUDA kernels (path 'cublas' takes others)",
-      "bfloat16, float16 or float32"};
+  static const tpk::ops::GemmRules rules{kOp,
+                                         "CUDA",
+                                         aoti_torch_device_type_cuda(),
+                                         is_float,
+                                         is_float,
+                                         "bfloat16, float16, float32 or float64 for the CUDA kernels",
+                                         "bfloat16, float16, float32 or float64"};
   return rules;
 }
 
@@ -80,10 +97,10 @@ Matrix matrix_of(const View& v) {
   return m;
 }
 
-GemmCall call_of(const GemmArguments& g) {
+GemmCall call_of(const GemmArguments& g, bool allow_tf32) {
   GemmCall c;
   c.problem = g.problem;
-  c.element = g.a.type == ScalarType::BFloat16 ? Element::kBf16 : Element::kFp16;
+  c.element = element_of(g.a.type, allow_tf32);
   c.a = matrix_of(g.a);
   c.b = matrix_of(g.b);
   c.gate = matrix_of(g.gate);
@@ -103,7 +120,7 @@ GemmCall call_of(const GemmArguments& g) {
 GemmCall call_of(const GroupedArguments& g) {
   GemmCall c;
   c.problem = g.problem;
-  c.element = g.a.type == ScalarType::BFloat16 ? Element::kBf16 : Element::kFp16;
+  c.element = element_of(g.a.type, false);
   c.a = matrix_of(g.a);
   c.b = matrix_of(g.b);
   c.bias = matrix_of(g.bias);
@@ -158,19 +175,31 @@ tpk::sm80::DeviceFacts facts_of(int device) {
   return {};
 }
 
-// The Hopper kernel where there is one and the tile is not another's; the portable kernel where it refuses.
+// Whether the Hopper kernel knows all types of a call: it has no wide operands, and nothing in fp64.
+bool is_for_hopper(const GemmCall& c) {
+  for (const Matrix* m : {&c.bias, &c.residual, &c.out, &c.preact}) {
+    if (m->data != nullptr && m->kind == ScalarKind::kFp64) return false;
+  }
+  return c.element == Element::kBf16 || c.element == Element::kFp16;
+}
+
+// The Hopper kernel where there is one, for what it knows, unless the tile is another's; the portable kernel
+// for all else, and where that one refuses.
 void run(const GemmCall& c, const tpk::sm80::DeviceFacts& facts, tpk::ops::Workspace workspace) {
   const bool names_hopper = tpk::ops::is_hopper_tile(c.tile);
   const GemmEntry hopper = facts.major == 9 && facts.minor == 0 ? hopper_entry.load() : nullptr;
   REQUIRE(!names_hopper || hopper != nullptr, "tile '", c.tile, "' is one of the Hopper kernel, which ",
           facts.major == 9 && facts.minor == 0 ? "was not built or not loaded"
                                                : "runs on compute capability 9.0 only",
-          ": take 128x128x32 or 64x64x32, or '' for the cheapest.");
+          ": take ", tpk::sm80::tile_names(c.element), ", or '' for the cheapest.");
+  REQUIRE(!names_hopper || is_for_hopper(c), "tile '", c.tile,
+          "' is one of the Hopper kernel, which takes bfloat16 and float16, and nothing in float64: take ",
+          tpk::sm80::tile_names(c.element), ", or '' for the cheapest.");
   const tpk::Allocator allocator = workspace.allocator();
   void* const stream = current_stream(c.device);
   char message[1024] = "";
   GemmOutcome outcome = GemmOutcome::kRefused;
-  if (hopper != nullptr && (c.tile.empty() || names_hopper)) {
+  if (hopper != nullptr && is_for_hopper(c) && (c.tile.empty() || names_hopper)) {
     outcome = hopper(c, stream, allocator, message, sizeof message);
     REQUIRE(outcome != GemmOutcome::kRefused || !names_hopper, "tile '", c.tile,
             "' cannot be used here: ", static_cast<const char*>(message));
@@ -186,7 +215,8 @@ void run(const GemmCall& c, const tpk::sm80::DeviceFacts& facts, tpk::ops::Works
 bool run_groups(GemmCall c, const tpk::sm80::DeviceFacts& facts, const std::vector<int64_t>& sizes,
                 tpk::ops::Workspace workspace) {
   const GemmEntry hopper = facts.major == 9 && facts.minor == 0 ? hopper_entry.load() : nullptr;
-  if (hopper == nullptr || !(c.tile.empty() || tpk::ops::is_hopper_tile(c.tile))) return false;
+  if (hopper == nullptr || !is_for_hopper(c) || !(c.tile.empty() || tpk::ops::is_hopper_tile(c.tile)))
+    return false;
   if (c.problem.m > std::numeric_limits<int32_t>::max()) return false;
   void* const stream = current_stream(c.device);
   for (const tpk::GroupedRows& groups : tpk::grouped_calls(sizes)) {
@@ -209,7 +239,7 @@ void set_plan(GemmCall& c, const std::string& schedule, int64_t workers, int64_t
   c.timeout_ns = timeout_ns();
   try {
     if (schedule != "auto") tpk::parse_schedule_kind(schedule);
-    tpk::ops::check_gpu_tile(tile);
+    tpk::ops::check_gpu_tile(tile, c.element);
   } catch (const std::invalid_argument& error) {
     REQUIRE(false, error.what());
   }
@@ -237,11 +267,11 @@ void streamk_gemm(const Tensor& a, const Tensor& b, const std::optional<Tensor>&
                   const std::optional<Tensor>& preact, const std::string& activation, bool accumulate,
                   const std::string& schedule, int64_t workers, int64_t splits, const std::string& tile,
                   const std::optional<Tensor>& gate, const std::optional<Tensor>& residual, double alpha,
-                  int64_t multiprocessors) {
+                  int64_t multiprocessors, bool allow_tf32) {
   const GemmArguments g = tpk::ops::check_gemm(rules(), a, b, bias, out, preact, gate, residual, workers,
                                                splits, multiprocessors);
-  GemmCall c = call_of(g);
-  c.alpha = static_cast<float>(alpha);
+  GemmCall c = call_of(g, allow_tf32);
+  c.alpha = alpha;
   c.activation = tpk::ops::parse_activation(kOp, activation);
   c.accumulate = accumulate;
   c.device = g.a.device_index;

@@ -353,11 +353,15 @@ def inner_shape(shape: Sequence[int], dim: int) -> list[int]:
 
 def as_rows(x: Tensor, dim: int, rows: int) -> Tensor:
     """A matrix with ``dim`` outermost; a copy only where no view exists."""
+    if dim == 0 and x.dim() == 2:
+        return x
     return x.movedim(dim, 0).reshape(rows, x.shape[-1])
 
 
 def from_rows(x: Tensor, dim: int, size: int, inner: Sequence[int]) -> Tensor:
     """Back, in the layout of a new tensor."""
+    if dim == 0 and len(inner) == 0:
+        return x.contiguous()
     return x.reshape(size, *inner, x.shape[1]).movedim(0, dim).contiguous()
 
 

@@ -7,16 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from tpkernels.errors import ArgumentError, ShapeError
 from tpkernels.fp8.recipe import RecipeLike
 from tpkernels.nn import _fp8
 from tpkernels.nn._checks import check_counts_from_front
 from tpkernels.nn._options import LayerOptions
-from tpkernels.nn.sharding import GroupLike, ParallelModule, Placement
+from tpkernels.nn.sharding import GroupLike, ParallelModule, Placement, placement_of
 from tpkernels.nn.weights import init_parameter_
 from tpkernels.ops._delayed import DelayedGrads
-from tpkernels.ops._main_grad import Delayed, Sink
+from tpkernels.ops._main_grad import Delayed, Sink, operand
 from tpkernels.ops._main_grad import checked as checked_main_grad
 
 if TYPE_CHECKING:
@@ -138,6 +139,9 @@ class ParallelLinear(ParallelModule):
             raise ArgumentError(
                 f"backward_dw: {self._label()} has no weight gradient pending; {self._why_none()}."
             )
+        self._run_delayed()
+
+    def _run_delayed(self) -> None:
         self._delayed.run()
 
     def _label(self) -> str:
@@ -152,7 +156,7 @@ class ParallelLinear(ParallelModule):
 
     def _operand(self, parameter: Any) -> Any:
         """The parameter as products use it: with what its gradient needs besides."""
-        return parameter
+        return operand(parameter, self._sink()) if parameter is self.weight else parameter
 
     def _sink(self) -> Sink | None:
         """Where the weight's gradient goes; None: where autograd puts it."""
@@ -164,6 +168,19 @@ class ParallelLinear(ParallelModule):
         if self.delay_wgrad:
             return Delayed(self.weight, fuse, self._delayed.put)
         return self.weight if fuse else None
+
+    def _check_delay(self) -> None:
+        if not self.delay_wgrad or not torch.is_grad_enabled():
+            return
+        # What torch's compiler asks, too.
+        self._delayed.alone = DistributedDataParallel._get_active_ddp_module() is not None
+        self._delayed.check_alone()
+        if placement_of(self.weight) is None:
+            raise ArgumentError(
+                f"delay_wgrad: the weight of {self._label()} is a tensor that something else has put in the place of "
+                "the layer's parameter, as fully_shard does, which reduces gradients at the end of backward(), before "
+                "backward_dw() makes this one; set delay_wgrad = False, or use DistributedDataParallel."
+            )
 
     def _check_main_grad(self) -> None:
         sink = self._sink()
@@ -180,6 +197,7 @@ class ParallelLinear(ParallelModule):
     def _check_input(self, x: Tensor, features: int, what: str, shard_sizes: Sequence[int] | None) -> None:
         """All that is said of x and shard_sizes in the layer's terms, before the operation checks them in its own."""
         self._check_shard_sizes(shard_sizes)
+        self._check_delay()
         self._check_main_grad()
         _fp8.check_call(self)
         if self.lora is not None:

@@ -188,7 +188,7 @@ class RowParallelLinear(ParallelLinear):
         if self.recipe is not None:
             y = _fp8.row(self, x, bias, residual, out_dtype, shard_sizes)
             return (y, self._bias_to_add()) if self.skip_bias_add else y
-        inputs, weights = [x], [self.weight.t()]
+        inputs, weights = [x], [self._operand(self.weight).t()]
         into: list[Sink | None] = [self._sink()]
         if lora.active(self):
             inner, outer = lora.row_factors(self, x)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tpkernels.ops import _activation, _nvtx
+from tpkernels.ops import _activation, _nvtx, _plans
 from tpkernels.ops._collectives import accumulate_dtype
 from tpkernels.ops._paths import Choice, PlanArguments
 from tpkernels.tune import mode
@@ -116,8 +116,9 @@ def _accumulate(choice: Choice, a: Tensor, b: Tensor, acc: Tensor) -> None:
         except RuntimeError:  # batch dimensions that no view can join
             acc += _streamk(a, b, PLAIN, accumulate_dtype(acc.dtype), False, choice.plan).out
         else:
+            tf32 = _plans.may_use_tf32(a.dtype)
             torch.ops.tpkernels.streamk_gemm(
-                a3, b3, None, acc3, None, "none", True, **_arguments(choice.plan)
+                a3, b3, None, acc3, None, "none", True, allow_tf32=tf32, **_arguments(choice.plan)
             )
         return
     rows = _rows_view(acc) if b.dim() == 2 and acc.dtype == accumulate_dtype(a.dtype) else None
@@ -158,19 +159,18 @@ def _streamk(
         e.activation,
         False,
         gate=gates[0] if gates else None,
-        residual=None if e.residual is None else _readable(e.residual).reshape(out.shape),
+        residual=None if e.residual is None else e.residual.reshape(out.shape),
         alpha=e.alpha,
+        allow_tf32=_plans.may_use_tf32(a.dtype),
         **_arguments(plan),
     )
     return Product(out.view(shape), [] if preact is None else [preact.view(shape)])
 
 
-def _readable(residual: Tensor) -> Tensor:
-    """As the kernels read it: those of CUDA know no float64."""
-    return residual.float() if residual.is_cuda and residual.dtype == torch.float64 else residual
-
-
 def _library(a: Tensor, b: Tensor, e: Epilogue, out_dtype: torch.dtype, want_preact: bool) -> Product:
+    if e.is_plain and not want_preact:
+        product = _wide_product(a, b, out_dtype, keep_wide=False)
+        return Product(product if product.dtype == out_dtype else product.to(out_dtype), [])
     if not want_preact and a.is_cuda and out_dtype == a.dtype and b.dim() == 2:
         whole = _one_cublas_call(a, b, e)
         if whole is not None:

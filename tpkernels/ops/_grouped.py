@@ -20,7 +20,6 @@ from tpkernels.ops import _checks, _gemm, _main_grad, _nvtx, _paths, _plans
 from tpkernels.ops._collectives import accumulate_dtype
 from tpkernels.ops._main_grad import Target
 from tpkernels.ops._matmul import preact_grad
-from tpkernels.ops._products import no_grad
 from tpkernels.ops._registry import register
 
 _ops = torch.ops.tpkernels
@@ -275,7 +274,7 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
             grad_b = _weight_grad(a, grad, b, ctx.sizes, ctx.path, ctx.target)
         if ctx.has_bias and need_bias:
             grad_bias = torch.stack([part.sum(0) for part in grad.split(ctx.sizes)]) if ctx.sizes else None
-    return grad_a, grad_b, grad_bias, no_grad(ctx.sizes), None, None, None, None
+    return grad_a, grad_b, grad_bias, None, None, None, None, None
 
 
 def product(a: Tensor, b: Tensor, bias: Tensor | None, sizes: list[int], path: str) -> Tensor:
@@ -351,7 +350,7 @@ def _grad_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     need_a, need_dy = ctx.needs_input_grad[:2]
     grad_a = product(dy, grad.mT, None, ctx.sizes, ctx.path) if need_a else None
     grad_dy = product(a, grad, None, ctx.sizes, ctx.path) if need_dy else None
-    return grad_a, grad_dy, no_grad(ctx.sizes), None, None
+    return grad_a, grad_dy, None, None, None
 
 
 register("grouped_weight_grad", _grad, _grad_fake, setup_context=_grad_setup, backward=_grad_backward)

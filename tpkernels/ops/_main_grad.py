@@ -74,9 +74,27 @@ class Delayed:
     later: Callable[[Tensor, bool, Tensor, Tensor, str], None]
 
 
+Sink = Tensor | Delayed
+
+
+def operand(parameter: Tensor, sink: Sink | None) -> Tensor:
+    """The parameter as the product takes its ``.t()``.
+
+    One whose gradient is delayed is a leaf of its own there: ``backward()`` then does not come to the parameter's
+    accumulator, whose hooks, such as those of DistributedDataParallel, run when the gradient is made.
+    """
+    return parameter.detach().requires_grad_() if isinstance(sink, Delayed) else parameter
+
+
 def accumulate(parameter: Any, left: Tensor, right: Tensor, path: str) -> Tensor | None:
     """``main_grad.t() += left @ right``; returns what the parameter gets for a gradient, which stands for it."""
     torch.ops.tpkernels.matmul_accumulate(left, right, checked(parameter).detach().t(), path)
+    return _stand_in(parameter)
+
+
+def add(parameter: Any, grad: Tensor) -> Tensor | None:
+    """``main_grad += grad``; returns as :func:`accumulate`."""
+    checked(parameter).add_(grad)
     return _stand_in(parameter)
 
 
@@ -153,7 +171,6 @@ def taken(count: int) -> list[Target | None]:
     return list(_handed.get()) or [None] * count
 
 
-Sink = Tensor | Delayed
 Parameters = Sink | Sequence[Sink | None] | None
 
 

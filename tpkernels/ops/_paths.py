@@ -15,6 +15,7 @@ blas      cpu     torch's own product
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -34,7 +35,7 @@ FUSED = "fused"
 TRANSPORTS = ("nccl", "gloo", "mpi", "ucc", "fake", FUSED)
 STREAMK_DTYPES = {
     "cpu": (torch.float64, torch.float32, torch.bfloat16, torch.float16),
-    "cuda": (torch.bfloat16, torch.float16),
+    "cuda": (torch.bfloat16, torch.float16, torch.float32, torch.float64),
 }
 
 
@@ -148,11 +149,21 @@ def record(op: str, transport: str, gemm: str, detail: str = "", why: str = "") 
         log.add(_last)
 
 
+def environment(path: str) -> str:
+    """TPK_PATH where it replaces a ``path`` argument; else ""."""
+    return os.environ.get("TPK_PATH", "") if path == "auto" else ""
+
+
 def parse(path: str, device_type: str, *, distributed: bool) -> Request:
     """Parse a ``path`` argument; ``"auto"`` is replaced by the environment variable TPK_PATH where set."""
+    return _parse(path, environment(path), device_type, distributed)
+
+
+@functools.lru_cache(256)
+def _parse(path: str, replaced_by: str, device_type: str, distributed: bool) -> Request:
     name = "path"
     if path == "auto":
-        path = os.environ.get("TPK_PATH") or "auto"
+        path = replaced_by or "auto"
         name = "TPK_PATH"
         if path == "auto":
             return Request(None, None)

@@ -12,8 +12,9 @@ import torch
 
 from tpkernels import _extensions
 
-# Tiles of each kernel by name, as the tile argument takes them; those of Hopper with their clusters.
-_PORTABLE = ("128x128x32", "64x64x32")
+# Tiles of each kernel by name, as the tile argument takes them; those of Hopper with their clusters. The portable
+# kernel's are those of half precision.
+_PORTABLE = ("128x256x32", "128x128x32", "64x64x32")
 TILES = {
     "cpu": ("256x256x128", "128x128x128", "64x64x128", "32x256x128", "16x64x128"),
     "sm80": _PORTABLE,
@@ -26,12 +27,21 @@ TILES = {
 }
 
 
+# Tiles of the portable kernel for other operands: "tf32" is float32 that may be rounded to TF32.
+WIDE_TILES = {
+    "float32": ("128x128x16", "64x64x16"),
+    "tf32": ("128x256x16", "64x64x16"),
+    "float64": ("128x128x16", "64x64x16"),
+}
+
+
 class Product(NamedTuple):
     """``batch`` products of [m, k] and [k, n].
 
     gated: a gate [k, n] beside the right factor, in one call of Stream-K. finishes: bias, residual, activation, a
     stored pre-activation, or sums into the output follow (so they do where it is gated). outer_major: K is contiguous
-    in neither factor. group_sizes: of a grouped product, as many factors [k, n] for m rows in all.
+    in neither factor. group_sizes: of a grouped product, as many factors [k, n] for m rows in all. dtype: of the
+    factors, as torch.ops.tpkernels.streamk_plan names it.
     """
 
     batch: int
@@ -42,6 +52,7 @@ class Product(NamedTuple):
     finishes: bool = False
     outer_major: bool = False
     group_sizes: tuple[int, ...] = ()
+    dtype: str = "bfloat16"
 
 
 class Machine(NamedTuple):
@@ -72,17 +83,32 @@ class CublasEstimate(NamedTuple):
 CUBLAS_H100 = CublasEstimate()
 
 
-def machine_of(device: str, index: torch.device | None = None) -> Machine:
+def may_use_tf32(dtype: torch.dtype) -> bool:
+    """Whether torch lets CUDA's products of this dtype round their factors to TF32, by any of its switches for it.
+
+    That is ``torch.backends.cuda.matmul.fp32_precision``, which ``allow_tf32`` and
+    ``torch.set_float32_matmul_precision`` set as well.
+    """
+    return dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """What :class:`Product` calls the dtype of factors on CUDA."""
+    return "tf32" if may_use_tf32(dtype) else str(dtype).removeprefix("torch.")
+
+
+def machine_of(device: str, index: torch.device | None = None, dtype: str = "bfloat16") -> Machine:
     """The kernel that a device gets; ``device`` is its type. Without an index, of CUDA: a whole H100."""
     if device != "cuda":
         return Machine("cpu")
+    wide = dtype in WIDE_TILES
     if index is None or index.type != "cuda":
-        return Machine("sm90")
+        return Machine("sm90-portable" if wide else "sm90")
     properties = torch.cuda.get_device_properties(index)
     if properties.major == 8:
         architecture = "sm80"
     else:
-        hopper = properties.major == 9 and _extensions.is_loaded("_C_sm90a")
+        hopper = properties.major == 9 and not wide and _extensions.is_loaded("_C_sm90a")
         architecture = "sm90" if hopper else "sm90-portable"
     return Machine(architecture, properties.multi_processor_count)
 
@@ -115,9 +141,11 @@ def tile_name(one: dict[str, Any], machine: Machine) -> str:
     return f"{tile}/{cluster}" if machine.architecture == "sm90" else tile
 
 
-def tiles_of(machine: Machine, gated: bool) -> list[str]:
+def tiles_of(machine: Machine, gated: bool, dtype: str = "bfloat16") -> list[str]:
     """Tiles that a product can take: the Hopper kernel halves the columns of a gated one, in multiples of 64."""
     names = TILES[machine.architecture]
+    if machine.architecture != "cpu":
+        names = WIDE_TILES.get(dtype, names)
     halves = gated and machine.architecture == "sm90"
     return [name for name in names if not halves or int(name.split("x")[1]) % 128 == 0]
 
@@ -125,7 +153,7 @@ def tiles_of(machine: Machine, gated: bool) -> list[str]:
 def candidates(product: Product, machine: Machine) -> list[dict[str, Any]]:
     """The best plan of every tile, cheapest first: the first is what the kernel takes."""
     chosen = plan(product, machine)
-    others = [plan(product, machine, tile=tile) for tile in tiles_of(machine, product.gated)]
+    others = [plan(product, machine, tile=tile) for tile in tiles_of(machine, product.gated, product.dtype)]
     return [chosen] + sorted((p for p in others if p != chosen), key=lambda p: float(p["predicted_us"]))
 
 

@@ -169,7 +169,9 @@ def explain(op: str, a: Any, b: Any, group: _groups.GroupLike = None, **options:
         product = product._replace(batch=1, m=whole.shape[0], group_sizes=sizes_of_groups)
     if op in _LOCAL:  # the others gather or keep rows of K
         product = product._replace(outer_major=operand.stride(-1) != 1 and weight.stride(-1) == 1)
-    machine = _plans.machine_of(device, operand.device)
+    if device == "cuda":
+        product = product._replace(dtype=_plans.dtype_name(operand.dtype))
+    machine = _plans.machine_of(device, operand.device, product.dtype)
     plans = _plans.candidates(product, machine)
     plan_why = _plans.why(product, machine, plans[0])
     listed = _listed(product, machine, plans)

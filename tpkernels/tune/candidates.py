@@ -62,7 +62,10 @@ def schedules_of(machine: _plans.Machine) -> tuple[tuple[str, tuple[int, ...]], 
 def _others(product: _plans.Product, machine: _plans.Machine, chosen: dict[str, Any]) -> list[Candidate]:
     schedules = schedules_of(machine)
     best_of_tiles = sorted(
-        (_plans.plan(product, machine, tile=tile) for tile in _plans.tiles_of(machine, product.gated)),
+        (
+            _plans.plan(product, machine, tile=tile)
+            for tile in _plans.tiles_of(machine, product.gated, product.dtype)
+        ),
         key=lambda p: float(p["predicted_us"]),
     )
     seen, found = {_identity(chosen)}, []

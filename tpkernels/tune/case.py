@@ -37,14 +37,15 @@ class Case(NamedTuple):
     @property
     def key(self) -> str:
         """The name in the cache."""
-        dtypes = f"{_short(self.dtype)}>{_short(self.out_dtype)}"
+        tf32 = not self.workers and _plans.may_use_tf32(self.dtype)  # other kernels, of the library too
+        dtypes = f"{'tf32' if tf32 else _short(self.dtype)}>{_short(self.out_dtype)}"
         size = "x".join(map(str, self.size))
         threads = f" threads={self.workers}" if self.workers else ""
         return f"matmul {size} {dtypes} {self.a}{self.b} {self.epilogue or 'plain'}{threads}"
 
     def machine(self, device: torch.device) -> _plans.Machine:
         """The kernel that takes it on a device."""
-        found = _plans.machine_of(device.type, device)
+        found = _plans.machine_of(device.type, device, self._dtype_name)
         loads = not set("!x") & set(f"{self.a}{self.b}{'!' if 'gate!' in self.epilogue else ''}")
         return (
             found if loads or found.architecture != "sm90" else found._replace(architecture="sm90-portable")
@@ -57,7 +58,11 @@ class Case(NamedTuple):
         whole = "gate" in follows and "preact" not in follows  # in one call
         sums = {"into"} if self.out_dtype == torch.float32 else set()  # made where they are stored
         outer = self.a[0] == "o" and self.b[0] == "o"
-        return _plans.Product(*self.size, whole, bool(follows - sums), outer)
+        return _plans.Product(*self.size, whole, bool(follows - sums), outer, dtype=self._dtype_name)
+
+    @property
+    def _dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.") if self.workers else _plans.dtype_name(self.dtype)
 
 
 def of(

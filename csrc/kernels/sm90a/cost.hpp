@@ -18,6 +18,7 @@
 
 #include "host/cost_model.hpp"
 #include "kernels/sm90a/config.hpp"
+#include "kernels/sm90a/scaled_cost.hpp"
 
 namespace tpk::sm90a {
 
@@ -82,8 +83,8 @@ struct LinkCost {
 inline constexpr LinkCost kCostLink{5.0, {3.8e+05, 3.4e+05, 2.7e+05}};
 
 // matrices: of B that rows of one batch are multiplied by (Demands).
-inline bool fits_l2(const Problem& p, const HopperCost& c, int64_t matrices = 1) {
-  return (static_cast<double>(p.m) + static_cast<double>(matrices) * p.n) * p.k * kElementBytes <= c.l2_bytes;
+inline bool fits_l2(const Problem& p, const HopperCost& c, int element_bytes, int64_t matrices = 1) {
+  return (static_cast<double>(p.m) + static_cast<double>(matrices) * p.n) * p.k * element_bytes <= c.l2_bytes;
 }
 
 // What the workers of a streamed piece bring from device memory takes so much longer than an iteration: those
@@ -95,14 +96,14 @@ inline double starved_iter_us(const Piece& piece, TileId tile, ClusterShape clus
   const auto workers = static_cast<double>(piece.workers);
   const double depths =
       piece.granules > 0 ? std::min<double>(static_cast<double>(piece.granules), workers) : workers;
-  const double bytes = static_cast<double>(shape.bm + shape.bn) * kBK * kElementBytes * workers;
+  const double bytes = static_cast<double>(shape.bm + shape.bn) * kSwizzleBytes * workers;
   const double load_us = bytes / std::sqrt(workers / depths) / c.bytes_per_us;
   return std::max(0.0, load_us - iter_us);
 }
 
 inline double starved_us(const Problem& p, const Schedule& s, TileId tile, ClusterShape cluster,
                          double iter_us, const HopperCost& c, int64_t matrices = 1) {
-  if (fits_l2(p, c, matrices)) return 0;
+  if (fits_l2(p, c, element_bytes(tile), matrices)) return 0;
   double total = 0;
   for (int64_t i = 0; i < s.num_pieces; ++i) {
     const Piece& piece = s.pieces[i];
@@ -120,6 +121,7 @@ struct Demands {
   bool finishes = false;     // the epilogue does more than round, which pingpong tiles hide
   bool outer_major = false;  // both operands
   int64_t matrices = 1;      // of B: the groups of a grouped product
+  Product product = Product::kHalf;
 };
 
 // What a worker's work is made of.
@@ -133,6 +135,12 @@ inline WorkCost work_cost(TileId tile, ClusterShape cluster, const Demands& dema
   const int t = static_cast<int>(tile);
   const int shape = cluster_index(cluster);
   const double elements = static_cast<double>(kTileShapes[t].bm) * kTileShapes[t].bn / 32768;
+  if (is_scaled(tile)) {
+    const int of = t - kNumTiles;
+    const int product = std::max(0, static_cast<int>(demands.product) - 1);
+    return {kCostScaled.iter_us[product][of][shape],
+            kCostScaled.epilogue_us[of] + (demands.finishes ? c.finish_us * elements : 0), elements};
+  }
   // A pingpong tile's partials are written and added by one warpgroup.
   const double part = kIsPingpong[t] ? 2 * elements : elements;
   const double epilogue =
@@ -167,10 +175,10 @@ inline double work_us(const Problem& p, const Schedule& s, TileId tile, ClusterS
 
 // reread_bytes: brought from device memory beside every operand once.
 inline double total_us(const Problem& p, const Schedule& s, int64_t running, double work, double reread_bytes,
-                       const HopperCost& c) {
+                       const HopperCost& c, int element_bytes) {
   const int64_t shares = s.workers <= running ? divided_shares(s) : 0;
   const double bytes = static_cast<double>(p.batch) *
-                           ((static_cast<double>(p.m) + p.n) * p.k * kElementBytes + 2.0 * p.m * p.n) +
+                           ((static_cast<double>(p.m) + p.n) * p.k * element_bytes + 2.0 * p.m * p.n) +
                        reread_bytes;
   const double memory = bytes / c.bytes_per_us;
   const double split = shares > 0 ? c.divided_us : s.num_slots > 0 ? c.split_launch_us : 0;
@@ -187,7 +195,8 @@ inline double departure_us(const Schedule& s, int64_t own_tiles, int32_t addends
 
 inline double predict_us(const Problem& p, const Schedule& s, TileId tile, ClusterShape cluster,
                          int64_t running, const Demands& demands, const HopperCost& c) {
-  return total_us(p, s, running, work_us(p, s, tile, cluster, running, demands, c), 0, c);
+  return total_us(p, s, running, work_us(p, s, tile, cluster, running, demands, c), 0, c,
+                  element_bytes(tile));
 }
 
 }  // namespace tpk::sm90a

@@ -109,7 +109,7 @@ class DeviceCache {
       if (found != residency_.end()) return found->second;
     }
     Residency r;
-    for (int t = 0; t < kNumTiles; ++t) {
+    for (int t = 0; t < kNumAllTiles; ++t) {
       const KernelInfo kernel = find_kernel(static_cast<TileId>(t), Element::kBf16, Major::kK, Major::kK);
       prepare(device, kernel);
       for (int c = 0; c < kNumClusterShapes; ++c) {
@@ -139,6 +139,7 @@ class DeviceCache {
             demands.gated,
             demands.finishes,
             demands.outer_major,
+            static_cast<int>(demands.product),
             ranks.key() + (call.groups != nullptr ? call.groups->key() : ""),
             std::string(call.schedule),
             std::string(call.tile),
@@ -177,7 +178,7 @@ class DeviceCache {
 
  private:
   using Key = std::tuple<int64_t, int64_t, int64_t, int64_t, int, int, int64_t, int64_t, bool, bool, bool,
-                         std::string, std::string, std::string, const HopperCost*>;
+                         int, std::string, std::string, std::string, const HopperCost*>;
   static constexpr size_t kMaxPlans = 1024;
   std::mutex mutex_;
   std::set<std::pair<int, const void*>> prepared_;

@@ -60,12 +60,13 @@ Operands read_operands(const GemmCall& c) {
     throw Refusal{"M, N, K and batch must stay below 2^31 - 1024."};
   }
   Operands o;
+  const int bytes = c.element == Element::kFp8 ? 1 : kElementBytes;
   const auto view_a = [&](const Matrix& m, int64_t k) {
-    return view_operand(m, p.batch, p.m, m.row_stride, k, m.col_stride);
+    return view_operand(m, p.batch, p.m, m.row_stride, k, m.col_stride, bytes);
   };
   const int64_t matrices = c.groups != nullptr ? c.groups->matrices : p.batch;
   const auto view_b = [&](const Matrix& m, int64_t k) {
-    return view_operand(m, matrices, p.n, m.col_stride, k, m.row_stride);
+    return view_operand(m, matrices, p.n, m.col_stride, k, m.row_stride, bytes);
   };
   o.a = take_operand("a", view_a(c.a, p.k));
   o.b = take_operand("b", view_b(c.b, p.k));
@@ -98,7 +99,7 @@ Operands read_operands(const GemmCall& c) {
   if (c.hooks != nullptr && c.hooks->arrival.own.data != nullptr) {
     const ArrivalHook& h = c.hooks->arrival;
     const int64_t rows = h.ranks.row_end[h.ranks.rank] - h.ranks.begin(h.ranks.rank);
-    o.own = take_operand("own", view_operand(h.own, 1, rows, h.own.row_stride, p.k, h.own.col_stride));
+    o.own = take_operand("own", view_operand(h.own, 1, rows, h.own.row_stride, p.k, h.own.col_stride, bytes));
     if (o.own.major != Major::kK || o.a.major != Major::kK)
       throw Refusal{"a and the own rows must have K contiguous."};
   }
@@ -122,7 +123,9 @@ Addend addend_of(const Matrix& m, const Problem& p) {
 CUtensorMap operand_map(const OperandView& o, Element element, int64_t extent, bool halves) {
   const auto kind = element == Element::kBf16 ? ScalarKind::kBf16 : ScalarKind::kFp16;
   if (o.major == Major::kK) {
-    return encode_tensor_map(o.tensor, kind, kBK, static_cast<uint32_t>(halves ? extent / 2 : extent));
+    const auto rows = static_cast<uint32_t>(halves ? extent / 2 : extent);
+    if (element == Element::kFp8) return encode_byte_map(o.tensor, kScaledBK, rows);
+    return encode_tensor_map(o.tensor, kind, kBK, rows);
   }
   return encode_tensor_map(o.tensor, kind, kChunkOuter, kBK);
 }
@@ -276,6 +279,13 @@ void fill_workspace(GemmParams& p, const GemmPlan& plan, const Allocator& alloca
              "The launch that clears flags");
 }
 
+Product product_of(const GemmCall& c) {
+  return c.scaled == nullptr ? Product::kHalf
+         : c.scaled->blocks  ? Product::kBlocks
+         : c.scaled->fast    ? Product::kFast
+                             : Product::kPromoted;
+}
+
 // All that is decided before anything is launched. Loads the kernel, too.
 struct Prepared {
   Operands operands;
@@ -303,7 +313,7 @@ Prepared prepare(const GemmCall& call) {
                             call.activation != Activation::kNone ||
                             (call.accumulate && call.out.kind != ScalarKind::kFp32),
                         out.operands.a.major == Major::kOuter && out.operands.b.major == Major::kOuter,
-                        call.groups != nullptr ? call.groups->count : 1};
+                        call.groups != nullptr ? call.groups->count : 1, product_of(call)};
   out.plan = cache.plan(call, demands, residency);
   const GemmPlan& plan = out.plan.gemm;
   out.kernel = find_kernel(plan.tile, call.element, out.operands.a.major, out.operands.b.major);
@@ -328,6 +338,7 @@ void launch(const GemmCall& call, cudaStream_t stream, const Allocator& allocato
   p.order = plan.plan.order;
   p.timeout_ns = call.timeout_ns;
   p.fault = DeviceCache::instance().fault();
+  if (call.scaled != nullptr) p.scaled = *call.scaled;
   fill_maps(p, call, prepared.operands, plan);
   fill_epilogue(p, call, plan.tile);
   fill_doorbell_targets(p, plan);

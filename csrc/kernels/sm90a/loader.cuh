@@ -111,10 +111,10 @@ __device__ __forceinline__ void run_loader(const GemmParams& p, SharedStorage<Ti
     const int row_a = is_own ? item.m - p.own_begin : item.m;
     // Of own tiles the peers' rows are looked for while they are multiplied: a look takes as long as an
     // iteration.
-    constexpr int kLookSteps = 4 * kBK;
+    constexpr int kLookSteps = 4 * Tile::kBK;
     const int rows_end = item.addends > 0 ? own_end_of<Tile>(p, item) : 0;
     int next_wait = (arrives && !is_own) || here.end < rows_end ? k : INT_MAX;
-    const int end = k + item.iters * kBK;
+    const int end = k + item.iters * Tile::kBK;
 #pragma unroll 1
     while (k < end) {
       const PairRun run = pair_run(p.pair_ends, k, end);
@@ -123,7 +123,7 @@ __device__ __forceinline__ void run_loader(const GemmParams& p, SharedStorage<Ti
       const CUtensorMap* first_b = p.gated ? &p.map_gate : &maps.b;
       const CUtensorMap* second_b = p.gated ? &maps.b : nullptr;
 #pragma unroll 1
-      for (; k < run.end; k += kBK) {
+      for (; k < run.end; k += Tile::kBK) {
         if (k >= next_wait) {
           if (p.departs) {
             look_for_peers(p, here);

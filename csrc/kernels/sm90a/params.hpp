@@ -8,6 +8,7 @@
 #include "host/schedule.hpp"
 #include "host/tile_order.hpp"
 #include "kernels/gemm_hooks.hpp"
+#include "kernels/scaled_call.hpp"
 #include "kernels/sm90a/config.hpp"
 #include "kernels/sm90a/fault.hpp"
 #include "kernels/sm90a/pairs.hpp"
@@ -102,6 +103,7 @@ struct GemmParams {
   Schedule schedule;
   Opening opening;
   GemmHooks hooks;
+  ScaledOperands scaled;  // of the kernels for 8-bit operands
 };
 
 // Launches carry up to 32,764 bytes since CUDA 12.1, on sm_70 and later.

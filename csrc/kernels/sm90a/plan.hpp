@@ -30,7 +30,7 @@ struct GemmPlan {
 
 // Clusters that run at once, by tile and by index into kClusterShapes.
 struct Residency {
-  int64_t clusters[kNumTiles][kNumClusterShapes] = {};
+  int64_t clusters[kNumAllTiles][kNumClusterShapes] = {};
 };
 
 // One CTA a multiprocessor: what a whole H100 or H200 holds.
@@ -50,7 +50,7 @@ inline bool takes_gate(TileId id) { return kTileShapes[static_cast<int>(id)].bn 
 inline bool has_room_for_sums(TileId id) { return kTileShapes[static_cast<int>(id)].bn != 192; }
 
 inline bool is_tile_name(std::string_view text) {
-  for (int t = 0; t < kNumTiles; ++t) {
+  for (int t = 0; t < kNumAllTiles; ++t) {
     for (const ClusterShape c : kClusterShapes) {
       const std::string full = name(static_cast<TileId>(t), c);
       if (text == full || text == std::string_view(full).substr(0, full.find('/'))) return true;
@@ -111,7 +111,8 @@ class TilePlans {
                     : kind == ScheduleKind::kSplitK && s.num_slots > 0 ? s.workers / g.plan.order.size()
                                                                        : 1;
     const double work = work_us(p_, s, tile_, cluster_, running(s), demands_, hopper_cost.get());
-    g.plan.predicted_us = total_us(p_, s, running(s), work, reread_bytes(kind), hopper_cost.get());
+    g.plan.predicted_us =
+        total_us(p_, s, running(s), work, reread_bytes(kind), hopper_cost.get(), element_bytes(tile_));
     if (direction_ == Direction::kDeparture) {
       g.plan.predicted_us +=
           departure_us(s, placement_.own_tiles, addends_, running(s),
@@ -131,7 +132,8 @@ class TilePlans {
     const double work =
         simulate_us(s, step_cost(p_, s, tile_, cluster_, running(s), demands_, hopper_cost.get()),
                     grouped(g.plan.kind) ? grouped_arrivals_ : arrivals_, running(s));
-    return total_us(p_, s, running(s), work, reread_bytes(g.plan.kind), hopper_cost.get());
+    return total_us(p_, s, running(s), work, reread_bytes(g.plan.kind), hopper_cost.get(),
+                    element_bytes(tile_));
   }
 
  private:
@@ -141,13 +143,13 @@ class TilePlans {
   // Groups are taken one after the other, and each reads all of B; those of a grouped product, a matrix each.
   double reread_bytes(ScheduleKind kind) const {
     if (demands_.matrices > 1) return static_cast<double>(demands_.matrices - 1) * bytes_of_b();
-    if (!waits() || fits_l2(p_, hopper_cost.get())) return 0;
+    if (!waits() || fits_l2(p_, hopper_cost.get(), element_bytes(tile_))) return 0;
     const int64_t groups = kind == ScheduleKind::kEveryShard ? grouped_.order.num_bands
                            : kind == ScheduleKind::kOwnFirst ? 2
                                                              : 1;
     return static_cast<double>(max64(0, groups - 1)) * bytes_of_b();
   }
-  double bytes_of_b() const { return static_cast<double>(p_.batch) * p_.n * p_.k * kElementBytes; }
+  double bytes_of_b() const { return static_cast<double>(p_.batch) * p_.n * p_.k * element_bytes(tile_); }
 
   void expect(const Ranks& ranks) {
     const TileOrder& order = placement_.order;
@@ -155,7 +157,9 @@ class TilePlans {
     arrivals_ = tile_arrivals(order, row_at);
     if (!waits()) return;
     const auto [iter, epilogue, part] = work_cost(tile_, cluster_, demands_, hopper_cost.get());
-    const double least = fits_l2(p_, hopper_cost.get()) ? 0 : bytes_of_b() / hopper_cost.get().bytes_per_us;
+    const double least = fits_l2(p_, hopper_cost.get(), element_bytes(tile_))
+                             ? 0
+                             : bytes_of_b() / hopper_cost.get().bytes_per_us;
     const GroupCost cost{workers_,
                          iters_per_tile(p_, shape_),
                          ScheduleOptions{}.min_iters,
@@ -195,8 +199,9 @@ inline std::vector<GemmPlan> candidates(const Problem& p, std::string_view sched
   found.reserve(kNumTiles * kNumClusterShapes);
   bool named = false;
   bool unsafe = false;
-  for (int t = 0; t < kNumTiles; ++t) {
+  for (int t = 0; t < kNumAllTiles; ++t) {
     const auto id = static_cast<TileId>(t);
+    if (is_scaled(id) != (demands.product != Product::kHalf)) continue;
     for (int c = 0; c < kNumClusterShapes; ++c) {
       const std::string full = name(id, kClusterShapes[c]);
       if (!tile.empty() && tile != full && tile != std::string_view(full).substr(0, full.find('/'))) continue;
@@ -255,7 +260,8 @@ inline std::vector<GemmPlan> candidates(const Problem& p, std::string_view sched
   if (named)
     throw std::invalid_argument("no cluster of tile '" + std::string(tile) + "' fits on the device.");
   std::string names;
-  for (int t = 0; t < kNumTiles; ++t) {
+  for (int t = 0; t < kNumAllTiles; ++t) {
+    if (is_scaled(static_cast<TileId>(t)) != (demands.product != Product::kHalf)) continue;
     const std::string full = name(static_cast<TileId>(t), kClusterShapes[0]);
     names += full.substr(0, full.find('/')) + ", ";
   }

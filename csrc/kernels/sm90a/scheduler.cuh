@@ -34,7 +34,7 @@ __device__ __forceinline__ WorkItem make_item(const GemmParams& p, const Work& w
   }
   item.m = row + (tile_m * p.cluster_m + at.m) * Tile::kBM;
   item.n = (w.tile_n * p.cluster_n + at.n) * (p.gated ? Tile::kBN / 2 : Tile::kBN);
-  item.k = w.k_begin * kBK;
+  item.k = w.k_begin * Tile::kBK;
   item.iters = w.iters;
   item.slot = w.slot;
   item.first_slot = w.first_slot;
