@@ -4,8 +4,9 @@
     python .ci/check_cuda.py --complete build/build.log csrc/kernels/sm80/*.cu    only: does the log report on all?
 
 Fails on register spills, on ptxas warnings about lost performance (C7504 to C7515) and, where cuobjdump can be
-found, on kernels of matrix products without tensor-core instructions (HMMA; in _C_sm90a HGMMA, which is wgmma) and
-on Hopper kernels that use local memory in their main loop.
+found, on kernels of matrix products without tensor-core instructions (HMMA, DMMA of float64; in _C_sm90a HGMMA, which
+is wgmma, or QGMMA, which is that of fp8; FFMA of plain float32 multiplies without) and on Hopper kernels that use local
+memory in their main loop.
 """
 
 import re
@@ -18,10 +19,13 @@ from typing import NamedTuple
 
 # Tiles of 192 columns on Hopper: 192 accumulators leave a thread 40 registers, too few for the bookkeeping of the
 # epilogue, and the three consumers of 192x192 leave the loading threads 32. What they spill must lie outside the main
-# loop, which the machine code is searched for below.
-MAY_SPILL = re.compile(r"sm90a.*TileConfigILi(?:128|192|256)ELi192E")
+# loop, which the machine code is searched for below. Scaled tiles of fp8 have a second set of accumulators there.
+MAY_SPILL = re.compile(
+    r"sm90a.*(?:TileConfigILi(?:128|192|256)ELi192E|ScaledTileConfigILi128ELi(?:128|256)E)"
+)
 LOST_PERFORMANCE = re.compile(r"\(C75(?:0[4-9]|1[0-5])\)")
 LOCAL_MEMORY = re.compile(r"\b(?:LDL|STL)\b")
+WIDE = re.compile(r"sm80.*TileConfigILNS_7ElementE(\d)E")  # tpk::Element: 2 is plain float32, 4 is float64
 BRANCH = re.compile(r"\bBRA\b.* 0x([0-9a-f]+) ;")
 
 COMMAND = re.compile(r"^\[\d+/\d+\] .*? -c (?:-c )?(\S+)")  # of ninja; what the compiler said comes after it
@@ -94,38 +98,52 @@ class MachineCode(NamedTuple):
     local_memory: int  # loads and stores of local memory in its main loop
 
 
-def needed_instruction(library: str) -> str:
-    """The tensor-core instruction that every matrix product in this library must have."""
-    return "HGMMA" if "sm90a" in Path(library).name else "HMMA"
+def needed_instruction(library: str, kernel: str = "") -> str:
+    """The instruction that every matrix product in this library must have, but those of a kernel of wide operands."""
+    if "sm90a" in Path(library).name:
+        return "HGMMA"
+    element = WIDE.search(kernel)
+    return {"2": "FFMA", "4": "DMMA"}.get(element[1], "HMMA") if element else "HMMA"
 
 
-def inspect(tensor_core: list[int], local_memory: list[int], loops: list[tuple[int, int]]) -> MachineCode:
+def inspect(
+    tensor_core: list[int], local_memory: list[int], loops: list[tuple[int, int]], several: list[int]
+) -> MachineCode:
     """Judges a kernel by the addresses of its instructions; a loop is (target, address) of a branch backwards.
 
-    The main loop is all from the first to the last tensor-core instruction, and the smallest loop that has one.
+    The main loop is all from the first to the last tensor-core instruction, and the smallest loop that has one. A
+    kernel of fp8 has one for each kind of it: `several` are its instructions, each in the smallest loop around it.
     """
+    if several:
+        spans = [
+            min(((s, e) for s, e in loops if s <= t <= e), key=lambda x: x[1] - x[0], default=(t, t))
+            for t in several
+        ]
+        return MachineCode(len(tensor_core), sum(any(s <= x <= e for s, e in spans) for x in local_memory))
     around = [(s, e) for s, e in loops if any(s <= t <= e for t in tensor_core)]
     spans = [(min(tensor_core), max(tensor_core))] if tensor_core else []
     spans += sorted(around, key=lambda loop: loop[1] - loop[0])[:1]
     return MachineCode(len(tensor_core), sum(any(s <= x <= e for s, e in spans) for x in local_memory))
 
 
-def read_machine_code(lines: Iterable[str], instruction: str) -> dict[str, MachineCode]:
-    """The kernels in the output of `cuobjdump -sass`, by "name (sm_80)"."""
-    tensor_core = re.compile(rf"\b{instruction}\b")
-    found: dict[str, tuple[list[int], list[int], list[tuple[int, int]]]] = {}
-    arch, kernel = "", ([], [], [])
+def read_machine_code(lines: Iterable[str], library: str) -> dict[str, MachineCode]:
+    """The kernels in the output of `cuobjdump -sass` of a library, by "name (sm_80)"."""
+    tensor_core = re.compile(rf"\b(?:{needed_instruction(library)}|QGMMA)\b")
+    found: dict[str, tuple[list[int], list[int], list[tuple[int, int]], list[int]]] = {}
+    arch, kernel = "", ([], [], [], [])
     for line in lines:
         if match := re.match(r"\s*/\*([0-9a-f]{4,})\*/\s+(\S.*)", line):
             address, code = int(match[1], 16), match[2]
             if tensor_core.search(code):
                 kernel[0].append(address)
+                kernel[3].extend([address] if "QGMMA" in code else [])
             elif LOCAL_MEMORY.search(code):
                 kernel[1].append(address)
             elif (branch := BRANCH.search(code)) and int(branch[1], 16) < address:
                 kernel[2].append((int(branch[1], 16), address))
         elif match := re.search(r"Function : (\S+)", line):
-            kernel = found.setdefault(f"{match[1]} ({arch})", ([], [], []))
+            kernel = found.setdefault(f"{match[1]} ({arch})", ([], [], [], []))
+            tensor_core = re.compile(rf"\b(?:{needed_instruction(library, match[1])}|QGMMA)\b")
         elif match := re.match(r"arch = (sm_\w+)", line):
             arch = match[1]
     return {name: inspect(*lists) for name, lists in found.items()}
@@ -136,9 +154,12 @@ def machine_code_problems(library: str, kernels: dict[str, MachineCode]) -> list
     products = {name: code for name, code in kernels.items() if "gemm" in name.lower()}
     if not products:
         return [f"{library} has no kernel with 'gemm' in its name"]
-    instruction = needed_instruction(library)
-    found = [f"{n} has no {instruction} instruction" for n, code in products.items() if not code.tensor_core]
-    if instruction == "HGMMA":
+    found = [
+        f"{n} has no {needed_instruction(library, n)} instruction"
+        for n, code in products.items()
+        if not code.tensor_core
+    ]
+    if needed_instruction(library) == "HGMMA":
         found += [
             f"{n} uses local memory {code.local_memory} times in its main loop"
             for n, code in products.items()
@@ -151,7 +172,7 @@ def read_library(cuobjdump: str, library: str) -> dict[str, MachineCode]:
     """The kernels in a library's machine code."""
     process = subprocess.Popen([cuobjdump, "-sass", library], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    kernels = read_machine_code(process.stdout, needed_instruction(library))
+    kernels = read_machine_code(process.stdout, library)
     if process.wait() != 0:
         raise SystemExit(f"{cuobjdump} -sass {library} ended with status {process.returncode}")
     return kernels
@@ -179,7 +200,7 @@ def main() -> int:
     for library in libraries if cuobjdump else []:
         code = read_library(cuobjdump, library)
         count = sum(c.tensor_core for c in code.values())
-        print(f"{library}: {len(code)} kernels, {count} {needed_instruction(library)} instructions")
+        print(f"{library}: {len(code)} kernels, {count} instructions that multiply")
         found += machine_code_problems(library, code)
     for sentence in found:
         print("problem:", sentence)

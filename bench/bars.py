@@ -12,6 +12,8 @@ with:
 ``plain``
     ours without the epilogue, with as many columns of the weight in all.
 
+Of the sweep, :data:`SWEEP_BARS`: statistics of the ratios of all shapes.
+
 Of the overlap suite, :data:`OVERLAP_BARS`: the time of ours over what the best schedule could take
 (:mod:`bench.schedules`).
 """
@@ -21,7 +23,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["BARS", "COMPUTE_BOUND", "OVERLAP_BARS", "Against", "Bar", "OverlapBar"]
+__all__ = [
+    "BARS",
+    "COMPUTE_BOUND",
+    "OVERLAP_BARS",
+    "SWEEP_BARS",
+    "SWEEP_SEED",
+    "SWEEP_SHAPES",
+    "Against",
+    "Bar",
+    "OverlapBar",
+    "SweepBar",
+]
 
 Against = Literal["cublas", "data-parallel", "TN", "plain"]
 
@@ -76,4 +89,30 @@ COMPUTE_BOUND = frozenset({("gpt3", 8192), ("llama70b", 8192)})
 OVERLAP_BARS = (
     OverlapBar("measured", "AG", 1.10),
     OverlapBar("measured", "RS", 1.10),
+)
+
+
+@dataclass(frozen=True)
+class SweepBar:
+    """``least``: what a statistic of the ratios of all sampled shapes is to reach.
+
+    ``ours``: the variant; ``against``: cuBLAS, or our data-parallel schedule with the same tile.
+    """
+
+    ours: Literal["streamk", "auto"]
+    against: Literal["cublas", "same tile"]
+    statistic: Literal["geomean", "p5", "average", "min", "max"]
+    least: float
+
+
+# The sample: gemm_shapes.sweep(SWEEP_SHAPES, SWEEP_SEED).
+SWEEP_SHAPES = 1000
+SWEEP_SEED = 0
+
+SWEEP_BARS = (
+    SweepBar("streamk", "cublas", "geomean", 1.00),
+    SweepBar("streamk", "cublas", "p5", 0.85),
+    SweepBar("auto", "cublas", "min", 0.97),
+    SweepBar("streamk", "same tile", "average", 1.20),
+    SweepBar("streamk", "same tile", "max", 4.00),
 )

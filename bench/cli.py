@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import sys
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ Measures tpkernels and every other implementation side by side.
 
   link      what the machine can do: copies, pushes, pulls, flags, matrix peak
   gemm      the matrix product on one GPU
+  sweep     1,000 shapes of it, quickly: the domain of the Stream-K paper
   overlap   all-gather + product, product + reduce-scatter, product + all-reduce
   layer     MLP, attention and whole transformer blocks, forward and backward
   train     tokens a second of the demo's model
@@ -26,6 +28,8 @@ Measures tpkernels and every other implementation side by side.
   compare   two result files, case by case                 (compare --help)
   fit       constants of the Hopper cost model from rows   (fit --help)
   fit-paths constants of path choice from rows             (fit-paths --help)
+  fit-auto  what auto wins by choosing between cuBLAS and our kernel   (fit-auto --help)
+  host      what a call costs the host, beside plain torch (host --help)
   list      the suites, or the cases and variants of one: list gemm
 """
 _EXAMPLES = """\
@@ -73,7 +77,12 @@ def _dispatch(arguments: list[str]) -> int:
 
         given = _report_parser().parse_args(arguments[1:])
         return report.run(
-            given.files, out=given.out, markdown=given.markdown, readme=given.readme, stdout=sys.stdout
+            given.files,
+            out=given.out,
+            markdown=given.markdown,
+            readme=given.readme,
+            figures=given.figures,
+            stdout=sys.stdout,
         )
     if command == "compare":
         from . import compare
@@ -96,6 +105,23 @@ def _dispatch(arguments: list[str]) -> int:
 
         given = _fit_paths_parser().parse_args(arguments[1:])
         return fit_paths.run(given.files, quick=given.quick, write=given.write, stdout=sys.stdout)
+    if command == "fit-auto":
+        from . import fit_auto
+
+        return fit_auto.run(_fit_auto_parser().parse_args(arguments[1:]).files, stdout=sys.stdout)
+    if command == "host":
+        from . import host_time
+
+        given = _host_parser().parse_args(arguments[1:])
+        return host_time.run(
+            given.ranks,
+            given.ops,
+            given.backend,
+            path=given.path,
+            seconds=given.seconds,
+            profile=given.profile,
+            stdout=sys.stdout,
+        )
     from . import start
 
     if command == "list":
@@ -119,6 +145,14 @@ def _positive(text: str) -> int:
     return value
 
 
+def _part(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d+)/(\d+)", text)
+    part = (int(match[1]), int(match[2])) if match else (0, 0)
+    if not 1 <= part[0] <= part[1]:
+        raise argparse.ArgumentTypeError(f"expected a part of several such as 3/10, got {text}")
+    return part
+
+
 def _seconds(text: str) -> float:
     value = float(text)
     if not value > 0:
@@ -131,7 +165,11 @@ def _suites(text: str) -> tuple[str, ...]:
 
     names = tuple(suites.SUITES) if text == "all" else _names(text)
     for name in names or ("",):
-        check_known("suite", name, [*suites.names(), "all", "report", "compare", "fit", "fit-paths", "list"])
+        check_known(
+            "suite",
+            name,
+            [*suites.names(), "all", "report", "compare", "fit", "fit-paths", "fit-auto", "host", "list"],
+        )
     return names
 
 
@@ -192,10 +230,19 @@ def measure_parser() -> argparse.ArgumentParser:
         nargs="?",
         const=("all",),
         default=(),
-        help="gemm: every schedule on each of these tiles: hopper, portable, cpu, or names (default: the device's);\n"
-        "few rounds, unless --rounds is given",
+        help="gemm, sweep: every schedule (sweep: the best of each) on each of these tiles: hopper, portable, cpu, or\n"
+        "names (default: the device's); few rounds, unless --rounds is given",
     )
-    add("--sweep", metavar="N", type=_positive, default=0, help="gemm: N shapes sampled from [128, 8192]^3")
+    add(
+        "--sweep",
+        "--shapes",
+        dest="sweep",
+        metavar="N",
+        type=_positive,
+        default=0,
+        help="gemm, sweep: N shapes sampled from [128, 8192]^3 (default of sweep: 1000)",
+    )
+    add("--part", metavar="I/N", type=_part, default=(1, 1), help="sweep: the I-th of N parts of the shapes")
     add("--seed", metavar="S", type=int, default=0, help="of the sweep, the data and the order")
     add("--small", action="store_true", help="tiny shapes (always on CPU)")
     add("--list", action="store_true", help="show cases and variants and measure nothing")
@@ -252,12 +299,15 @@ def _report_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="bench report",
         description="Tables, and a page with plots, of result files and trace summaries.",
-        epilog="With none of the three options the tables are printed and the page is written beside the first file.",
+        epilog="With none of the four options the tables are printed and the page is written beside the first file.",
     )
     parser.add_argument("files", metavar="FILE", nargs="*", type=Path)
     parser.add_argument("--out", metavar="FILE", type=Path, help="write the HTML page there")
     parser.add_argument("--markdown", metavar="FILE", type=Path, help="write the tables there")
     parser.add_argument("--readme", metavar="FILE", type=Path, help="fill the tables between markers in FILE")
+    parser.add_argument(
+        "--figures", metavar="DIR", type=Path, help="write the sweep's pictures there, PNG, light and dark"
+    )
     return parser
 
 
@@ -308,4 +358,33 @@ def _fit_paths_parser() -> argparse.ArgumentParser:
         help="calls of up to so many bytes were made by the kernel of low latency (default: as in the table)",
     )
     parser.add_argument("--write", action="store_true", help="into tpkernels/comm/machines.py")
+    return parser
+
+
+def _fit_auto_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="bench fit-auto",
+        description="What path 'auto' would win or lose by rules that choose between cuBLAS and our kernel.",
+    )
+    parser.add_argument("files", metavar="FILE", nargs="+", type=Path)
+    return parser
+
+
+def _host_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="bench host",
+        description="What an eager call of ours costs the calling thread, beside the torch calls that it stands for.",
+    )
+    add = parser.add_argument
+    add("--ranks", metavar="N[,N]", type=_numbers, default=(1, 2), help="default: 1,2")
+    add("--op", dest="ops", metavar="NAME[,NAME]", type=_names, default=(), help="operations (default: all)")
+    add(
+        "--backend",
+        choices=["gloo", "nccl", "fake"],
+        default="gloo",
+        help="of the ranks (default: %(default)s); nccl: on GPUs; fake: one process on CPU that sends nothing",
+    )
+    add("--path", default="auto", help="of our operations (default: %(default)s)")
+    add("--seconds", metavar="S", type=_seconds, default=1.0, help="for each number (default: %(default)s)")
+    add("--profile", metavar="OP", default="", help="cProfile's table of one operation in place of times")
     return parser

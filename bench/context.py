@@ -68,7 +68,9 @@ class Context:
 
     def uniform(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """Random data in [-1, 1]: other distributions draw less power, and clocks rise with it."""
-        x = torch.empty(shape, dtype=torch.float32, device=self.device)
+        # All bits of float64 random: sums of products of float32 numbers would be exact.
+        drawn = dtype if dtype == torch.float64 else torch.float32
+        x = torch.empty(shape, dtype=drawn, device=self.device)
         return x.uniform_(-1, 1, generator=self.generator).to(dtype)
 
     def copies(self, set_bytes: int, *, at_least: int = 2) -> int:

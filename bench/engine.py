@@ -37,11 +37,13 @@ def run_job(suite: Suite, job: Job, context: Context, report: Report, sampler: S
     """Measure every item; False if the deadline came before the last."""
     cases = {(case.name, case.dtype): case for case in suite.cases(job.options)}
     budget = Budget.make(cuda=context.cuda, quick=job.settings.quick, rounds=job.settings.rounds)
+    own = suite.runner(context, job, report, sampler)
     for item in job.items:
         if any(context.agree(0 < job.settings.deadline < time.time())):
             return False
         case = cases[item.case, item.dtype]
-        report.rows(case.name, case.dtype, run_case(suite, case, item, context, budget, report, sampler))
+        rows = own(case, item) if own else run_case(suite, case, item, context, budget, report, sampler)
+        report.rows(case.name, case.dtype, rows)
     return True
 
 

@@ -52,11 +52,15 @@ class Display:
         self.baseline: str | None = None
         self.rows: dict[Key, dict[str, Row]] = {}  # by case, then variant
         self.done, self.total, self.title = 0, 0, ""
+        self.brief, self._since = False, 0.0
 
-    def begin(self, title: str, baseline: str | None, total: int) -> None:
-        """A suite begins with ``total`` cases to go (a case counts once for each set of processes)."""
-        self.title, self.baseline, self.total = title, baseline, total
-        self.rows, self.done = {}, 0
+    def begin(self, title: str, baseline: str | None, total: int, *, brief: bool = False) -> None:
+        """A suite begins with ``total`` cases to go (a case counts once for each set of processes).
+
+        ``brief``: there are so many that one line for each is enough, and no table at the end.
+        """
+        self.title, self.baseline, self.total, self.brief = title, baseline, total, brief
+        self.rows, self.done, self._since = {}, 0, time.monotonic()
         self.say(f"{self._heading()}; {total} cases")
 
     def at(self, case: str, variant: str, phase: str) -> None:
@@ -73,10 +77,20 @@ class Display:
 
     def show(self, key: Key, rows: Sequence[Row]) -> None:
         """Print the new rows."""
+        if self.brief:
+            self._print(self._line(key, rows))
+            return
         self._print(f"[{self.done}/{self.total}] {key[0]} {key[1]} x{key[2]}")
         for row in rows:
             text, _ = cell(row, self.rows[key].get(self.baseline or ""))
             self._print(f"  {row.variant:<26} {text:>22}   {row.reason or _rate(row)}".rstrip())
+
+    def _line(self, key: Key, rows: Sequence[Row]) -> str:
+        """All of a case, and when the last one will be there."""
+        baseline = self.rows[key].get(self.baseline or "")
+        shown = [f"{row.variant} {cell(row, baseline)[0]}" for row in rows if row.role != "noise"]
+        left = (time.monotonic() - self._since) / max(1, self.done) * (self.total - self.done)
+        return f"[{self.done}/{self.total}, {left:.0f} s left] {key[0]} {key[1]}: {', '.join(shown)}"
 
     def say(self, sentence: str) -> None:
         """A message."""
@@ -120,8 +134,8 @@ class LiveDisplay(Display):
         )
         self._task: Any = None
 
-    def begin(self, title: str, baseline: str | None, total: int) -> None:
-        super().begin(title, baseline, total)
+    def begin(self, title: str, baseline: str | None, total: int, *, brief: bool = False) -> None:
+        super().begin(title, baseline, total, brief=brief)
         self._task = self.progress.add_task(title, total=total)
         self._live.start()
 
@@ -145,7 +159,7 @@ class LiveDisplay(Display):
         self._live.stop()
         self.progress.remove_task(self._task)
         self._task = None
-        if self.rows:
+        if self.rows and not self.brief:
             self.console.print(self._table(list(self.rows)))
 
     def _render(self) -> Any:

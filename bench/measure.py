@@ -15,17 +15,19 @@ from __future__ import annotations
 import gc
 import math
 import random
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import torch
 
 from .context import Context
 from .records import Stats
 
-__all__ = ["Budget", "CaptureError", "Key", "Series", "host_times", "interleave"]
+__all__ = ["Budget", "CaptureError", "Key", "Series", "host_times", "interleave", "levelled"]
 
 Key = tuple[str, str]  # variant, and part of it ("" for the whole)
 
@@ -89,9 +91,21 @@ class Series:
     """
 
     def __init__(
-        self, launch: Callable[[int], object], copies: int, context: Context, budget: Budget, *, capture: bool
+        self,
+        launch: Callable[[int], object],
+        copies: int,
+        context: Context,
+        budget: Budget,
+        *,
+        capture: bool,
+        pool: Any = None,
+        flush: Callable[[], object] | None = None,
     ) -> None:
-        self.context = context
+        """``copies``: buffer sets. ``pool``: of memory, that many short-lived graphs share (see :func:`_record`).
+
+        ``flush``: enqueues what empties the L2 before each sample, where the buffer sets do not.
+        """
+        self.context, self._flush = context, flush
         # Every rank must make the same graph.
         device, host = (
             max(of_all) for of_all in zip(*context.agree(_trial(launch, copies, context)), strict=True)
@@ -105,7 +119,7 @@ class Series:
 
         self.run: Callable[[], object] = run
         if capture:
-            graph, failure = _capture(run)
+            graph, failure = _capture(run, pool)
             failures = [f for f in context.agree(failure) if f]  # the ranks replay together or not at all
             if graph is None or failures:
                 raise CaptureError(failures[0])
@@ -122,6 +136,8 @@ class Series:
         begin, end = _events()
         if self.kind != "steady":
             torch.cuda._sleep(int(self._sleep_us * _cycles_per_us()))
+        if self._flush is not None:
+            self._flush()
         self.context.align()
         if self.kind == "steady":
             self.context.synchronize()
@@ -141,8 +157,12 @@ def interleave(
     budget: Budget,
     rng: random.Random,
     at: Callable[[str], object],
+    *,
+    level: bool = False,
 ) -> dict[Key, tuple[Stats, int]]:
     """Time all series in turn. ``rng``: in the same state on every rank; ``at`` is told whose turn it is.
+
+    ``level``: without what slowed or sped up all of a round (:func:`levelled`).
 
     Returns:
         Times, and how many samples hold time that the host came too late by: they are left out if five others remain.
@@ -159,13 +179,24 @@ def interleave(
             if i >= warmup:
                 samples[key].append(sample)
     stats = {}
-    for key, values in samples.items():
-        us = context.slowest([us for us, _ in values])
-        late = context.slowest([late for _, late in values])
+    times = {key: context.slowest([us for us, _ in values]) for key, values in samples.items()}
+    for key, us in (levelled(times) if level else times).items():
+        late = context.slowest([late for _, late in samples[key]])
         in_time = [one for one, was_late in zip(us, late, strict=True) if not was_late]
         enough = len(in_time) >= _FEWEST_SAMPLES
         stats[key] = (Stats.of(in_time), 0) if enough else (Stats.of(us), len(us) - len(in_time))
     return stats
+
+
+def levelled(times: Mapping[Key, Sequence[float]]) -> dict[Key, list[float]]:
+    """Samples of each round over how much slower that round was for the series in the middle.
+
+    A round takes milliseconds, so a clock that wanders from one to the next wanders for all: their ratios do not.
+    """
+    usual = {key: statistics.median(values) for key, values in times.items()}
+    rounds = range(min(map(len, times.values())))
+    slower = [statistics.median(values[i] / usual[key] for key, values in times.items()) for i in rounds]
+    return {key: [values[i] / slower[i] for i in rounds] for key, values in times.items()}
 
 
 def host_times(
@@ -248,11 +279,14 @@ def _clamp(value: float, bounds: tuple[int, int]) -> int:
     return max(bounds[0], min(bounds[1], math.ceil(value)))
 
 
-def _capture(run: Callable[[], object]) -> tuple[torch.cuda.CUDAGraph | None, str]:
+def _capture(run: Callable[[], object], pool: Any = None) -> tuple[torch.cuda.CUDAGraph | None, str]:
     """A graph of what ``run`` enqueues on the current stream, or why there is none."""
     graph = torch.cuda.CUDAGraph()
     try:
-        _record(graph, run)
+        if pool is None:
+            _record(graph, run)
+        else:
+            _record_into(graph, run, pool)
     except Exception as error:
         # The first cause says more than the invalid capture that followed from it.
         cause = error.__context__ if isinstance(error.__context__, Exception) else error
@@ -267,6 +301,19 @@ def _record(graph: torch.cuda.CUDAGraph, run: Callable[[], object]) -> None:
     # threads (NCCL's watchdog) may call CUDA meanwhile.
     with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
         run()
+
+
+def _record_into(graph: torch.cuda.CUDAGraph, run: Callable[[], object], pool: Any) -> None:
+    """The same without what torch.cuda.graph does about memory: a garbage collection and an empty cache, 30 ms.
+
+    ``pool``: of torch.cuda.graph_pool_handle(). Graphs that share one must be replayed one after the other.
+    """
+    torch.cuda.synchronize()
+    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+    try:
+        run()
+    finally:
+        graph.capture_end()
 
 
 def _repair() -> None:

@@ -119,6 +119,11 @@ class Sampler:
     def __init__(self, gpu: Gpu | None) -> None:
         self._gpu = gpu
 
+    def now(self) -> dict[str, float]:
+        """ "sm_mhz" and "watts" at this moment, as far as they can be read."""
+        read = {} if self._gpu is None else {"sm_mhz": self._gpu.sm_mhz, "watts": self._gpu.watts}
+        return {name: float(value) for name, value in read.items() if value is not None}
+
     @contextmanager
     def sampling(self) -> Iterator[dict[str, float]]:
         """The dictionary holds "sm_mhz" and "watts", medians, after the block; nothing without a GPU."""

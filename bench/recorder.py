@@ -50,15 +50,15 @@ class Recorder:
         on = f"{' and '.join(map(str, worlds))} {'GPU' if jobs[0].options.device == 'cuda' else 'CPU rank'}"
         title = f"{self.suite.name} on {on}{'s' if worlds[-1] > 1 else ''}"
         total = sum(len(job.items) for job in jobs)
-        self.display.begin(title, self.suite.baseline(jobs[0].options), total)
+        self.display.begin(title, self.suite.baseline(jobs[0].options), total, brief=self.suite.brief)
 
     def rows(self, rows: Sequence[Row], *, finished: bool = True) -> None:
         """Write and show rows of one case."""
         if self.silent:
             return
         mine = self.mine(rows)
-        for row in mine:
-            records.append(self.path, row)
+        if mine:
+            records.append(self.path, *mine)
         self.display.case(mine, finished=finished)
 
     def mine(self, rows: Sequence[Row]) -> list[Row]:

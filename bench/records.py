@@ -228,18 +228,18 @@ def encode(record: Header | Row | Footer) -> dict[str, Any]:
     return {"kind": kind, **_finite(dataclasses.asdict(record))}
 
 
-def append(path: Path, record: Header | Row | Footer) -> None:
-    """Append one line, flushed to the disk; a last line that was cut off is removed first.
+def append(path: Path, *records: Header | Row | Footer) -> None:
+    """Append a line each, flushed to the disk; a last line that was cut off is removed first.
 
     Raises:
         BenchError: the file cannot be written.
     """
-    line = json.dumps(encode(record), allow_nan=False)
+    lines = "".join(json.dumps(encode(record), allow_nan=False) + "\n" for record in records)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab+") as file:
             _drop_partial_line(file)
-            file.write(line.encode() + b"\n")
+            file.write(lines.encode())
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:

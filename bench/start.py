@@ -20,6 +20,7 @@ from .suite import Options, Suite
 __all__ = ["run", "under_torchrun"]
 
 _CPU_RANKS = 2
+_MOST_BAD = 20  # rows that are named at the end of a run
 _TILE_ROUNDS = 5  # of --tiles: many variants, each for a point of a fit
 
 
@@ -53,7 +54,8 @@ def run(given: argparse.Namespace, arguments: Sequence[str]) -> int:
         lost = resume.left_over(path)
         known = records.load(path)  # another schema is found before measuring
         lost = [row for row in lost if all((r.key, r.run) != (row.key, row.run) for r in known.rows)]
-    done = _done(given, known, lost, loaded, device, settings, path) if given.resume else set()
+    goes_on = given.resume or (path.exists() and not given.profile and all(suite.brief for suite in loaded))
+    done = _done(given, known, lost, loaded, device, settings, path) if goes_on else set()
     selection = Selection(tuple(given.cases), given.variants, given.skip)
     plans = {
         suite.name: [
@@ -93,7 +95,7 @@ def _done(
     for sentence in warnings if _first() else []:
         print(f"bench: warning: {sentence}", file=sys.stderr)
     rows = records.Results(known.headers, [*known.rows, *lost]).latest()
-    names = ((suite.name, suite.baseline(_options(given, device, 1))) for suite in loaded)
+    names = ((suite.name, suite.baseline(_options(given, device, 1))) for suite in loaded if suite.twice)
     baselines = {(suite, name) for suite, name in names if name}
     return measured(rows, retry=given.retry, baselines=baselines)
 
@@ -156,8 +158,10 @@ def _run_all(
     bad = [
         row for row in rows if row.role == "ours" and row.status in ("failed", "timeout", "crashed", "error")
     ]
-    for row in bad:
+    for row in bad[:_MOST_BAD]:
         print(f"{row.suite} {row.case}, {row.variant}: {row.status.upper()}: {row.reason}")
+    if len(bad) > _MOST_BAD:
+        print(f"and {len(bad) - _MOST_BAD} more rows of ours that went wrong")
     if rows:
         print(f"{len(rows)} rows in {path}; to see them: python -m {__package__} report {path}")
     return 1 if bad else 0
@@ -214,6 +218,7 @@ def _options(given: argparse.Namespace, device: str, world: int) -> Options:
         ops=given.ops,
         tiles=given.tiles,
         sweep=given.sweep,
+        part=given.part,
         seed=given.seed,
         small=given.small or device == "cpu",
     )

@@ -19,6 +19,11 @@ from .records import Role, Row, Stats
 
 if TYPE_CHECKING:
     from .context import Context
+    from .lockstep import Report
+    from .nvml import Sampler
+    from .plan import Item, Job
+
+    Runner = Callable[["Case", Item], list[Row]]
 
 __all__ = ["Case", "Check", "Options", "Runnable", "Skip", "Suite", "Variant", "Workload"]
 
@@ -40,7 +45,8 @@ class Options:
         rows: values of M wanted (overlap, layer), empty for the default ones.
         ops: operations wanted, empty for all.
         tiles: tiles that every schedule is forced on (gemm), empty for none.
-        sweep: number of log-sampled shapes (gemm); 0 for none.
+        sweep: number of log-sampled shapes (gemm, sweep); 0 for none, or for as many as the suite sweep usually has.
+        part: (i, n) for the i-th of n parts of them, counted from 1 (sweep).
         seed: of the sweep and of all data.
         small: tiny shapes: the default on CPU, and for trying things.
     """
@@ -54,6 +60,7 @@ class Options:
     ops: tuple[str, ...] = ()
     tiles: tuple[str, ...] = ()
     sweep: int = 0
+    part: tuple[int, int] = (1, 1)
     seed: int = 0
     small: bool = False
 
@@ -168,9 +175,13 @@ class Suite(ABC):
         2  # of a distributed suite; 1 if some cases need no peer (then without a process group)
     )
     track_memory: bool = False  # report peak memory of one call
+    twice: bool = True  # the baseline is measured twice in every case, for the noise floor
+    brief: bool = (
+        False  # so many cases that each is one line, and that runs go on in their file without --resume
+    )
 
     def baseline(self, options: Options) -> str | None:
-        """Name of the variant that ratios refer to; it is measured twice, for the noise floor. Pure."""
+        """Name of the variant that ratios refer to; it is measured twice (see ``twice``). Pure."""
         return None
 
     @abstractmethod
@@ -196,6 +207,10 @@ class Suite(ABC):
     @abstractmethod
     def workload(self, case: Case, context: Context) -> Workload:
         """Make the inputs."""
+
+    def runner(self, context: Context, job: Job, report: Report, sampler: Sampler) -> Runner | None:
+        """What measures a case in place of the engine's protocol; None for that protocol."""
+        return None
 
     def summarise(self, rows: Sequence[Row]) -> Sequence[Row]:
         """Rows that follow from the others (fitted constants), given all rows of one world at its end. Pure."""

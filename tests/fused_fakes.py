@@ -39,6 +39,8 @@ class FakeRuntime(runtime.Runtime):
         self.sentence = ""
         self.missing = ""
         self.fail = ""
+        self.plans = {("auto", "")}  # schedules and tiles that a call may ask for
+        self.asked: list[tuple[str, str]] = []  # and those that calls have asked for
 
     def facts(self, device):
         return conditions.RankFacts("here", f"GPU {self.rank}", {}, self.missing)
@@ -120,7 +122,11 @@ class FakeRuntime(runtime.Runtime):
                 assert preacts[i].shape == outs[i].shape and preacts[i].dtype == outs[i].dtype
                 preacts[i].copy_(value)
             outs[i].copy_(activate(value, activation))
-        assert (schedule, tile, multiprocessors) == ("auto", "", 0)
+        self.plan(schedule, tile, multiprocessors)
+
+    def plan(self, schedule, tile, multiprocessors):
+        assert (schedule, tile) in self.plans and multiprocessors == 0
+        self.asked.append((schedule, tile))
 
     def begin_gather(self, a_shard, shard_rows, rank, addresses, timeout_s):
         self.log.append("begin gather")
@@ -268,7 +274,7 @@ class FakeRuntime(runtime.Runtime):
             if term is not None:
                 total += term.double()
         out.copy_(total)
-        assert (schedule, tile, multiprocessors) == ("auto", "", 0)
+        self.plan(schedule, tile, multiprocessors)
         return room
 
 

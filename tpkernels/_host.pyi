@@ -277,7 +277,7 @@ def choose_plan(
     """The cheapest plan by the cost model."""
 
 HOPPER_TILES: tuple[str, ...]
-"""Tiles of the Hopper kernel with their clusters: "128x256x64/2x1"."""
+"""Tiles of the Hopper kernel with their clusters: "128x256x64/2x1", "64x128x64s/1x1x4"."""
 
 def is_hopper_tile(text: str) -> bool:
     """Whether the Hopper kernel has a tile of that name, with or without its cluster."""
@@ -285,13 +285,22 @@ def is_hopper_tile(text: str) -> bool:
 def hopper_cost() -> dict[str, float]:
     """Constants of the Hopper cost model (csrc/kernels/sm90a/cost.hpp): "launch_us", "iter_us 128x256x64/2x1", ..."""
 
+class HopperCost:
+    """Constants of that cost model, read from a dict once.
+
+    Raises:
+        ValueError: ``constants`` has other names than ``hopper_cost()``.
+    """
+
+    def __init__(self, constants: dict[str, float]) -> None: ...
+
 class HopperPlan:
     """A plan of the Hopper kernel. ``plan.tile`` is the cluster's, of which a gate halves the columns."""
 
     @property
     def tile(self) -> str: ...
     @property
-    def cluster(self) -> tuple[int, int]: ...
+    def cluster(self) -> tuple[int, int, int]: ...
     @property
     def plan(self) -> Plan: ...
 
@@ -328,7 +337,7 @@ def hopper_predict_us(
     finishes: bool = False,
     outer_major: bool = False,
     multiprocessors: int = 132,
-    cost: dict[str, float],
+    cost: HopperCost | dict[str, float],
 ) -> float:
     """Predicted time of a plan with other constants; ``cost`` has the names of ``hopper_cost()``."""
 

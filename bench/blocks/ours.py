@@ -17,7 +17,9 @@ from .shapes import Layer, Size
 __all__ = ["language_model", "layer"]
 
 
-def layer(shape: Layer, context: Context, dtype: torch.dtype, *, path: str) -> Implementation:
+def layer(
+    shape: Layer, context: Context, dtype: torch.dtype, *, path: str, keep_gathered: bool = False
+) -> Implementation:
     """A layer of the layer suite; ``path`` as in ``tpkernels.matmul``."""
     model = shape.model
     common: dict[str, Any] = {
@@ -26,6 +28,7 @@ def layer(shape: Layer, context: Context, dtype: torch.dtype, *, path: str) -> I
         "dtype": dtype,
         "device": context.device,
         "path": path,
+        "keep_gathered": keep_gathered,
     }
     activation = "swiglu" if model.gated else "gelu_tanh"
     module: nn.Module

@@ -6,6 +6,9 @@ embedding is row-parallel, its head column-parallel under ``loss_parallel``. Com
 torchtitan; embedding, head and loss run eagerly. Autograd keeps gathered inputs for backward: more memory, one
 gather less than Megatron's way.
 
+``Styles`` says whose classes the plan is made of: torch's, or those of ``tpkernels.integrations.torch``, with
+``GatherOnce`` in place of ``PrepareModuleInput`` where several layers share an input.
+
 Async tensor parallelism (TP) is inductor's micro-pipeline pass: ``torch.ops.symm_mem.fused_*`` in the place of a
 gather and its products, or of a product and its reduce-scatter. The pass looks only at groups for which
 ``enable_symm_mem_for_group`` was called, in torch 2.14 still, although calling it is said to be deprecated.
@@ -15,7 +18,9 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,9 +45,33 @@ from .implementation import Implementation, parts_of
 from .shapes import Layer, Size
 from .weights import local
 
-__all__ = ["count_fused", "language_model", "layer"]
+__all__ = ["Styles", "count_fused", "language_model", "layer"]
 
 _ASYNC = {"_micro_pipeline_tp": True}
+
+
+@dataclass(frozen=True)
+class Styles:
+    """The classes of a plan. ``together``: called with the names of layers that share their parent's input, or None."""
+
+    column: type[ColwiseParallel] = ColwiseParallel
+    row: type[RowwiseParallel] = RowwiseParallel
+    sequence: type[SequenceParallel] = SequenceParallel
+    together: Callable[..., ParallelStyle] | None = None
+
+    @classmethod
+    def ours(cls) -> Styles:
+        """Those of ``tpkernels.integrations.torch``."""
+        from tpkernels.integrations.torch import Colwise, GatherOnce, Rowwise, SequenceParallel
+
+        return cls(Colwise, Rowwise, SequenceParallel, partial(GatherOnce, input_layouts=Shard(0)))
+
+    def input_of(self, part: str, gated: bool) -> ParallelStyle:
+        """Of an attention or an MLP."""
+        names = ("q_proj", "k_proj", "v_proj") if part == "attention" else ("gate_proj", "up_proj")
+        if self.together is None or (part == "mlp" and not gated):
+            return _gathered_input(3 if part == "attention" else 1)
+        return self.together(*names)
 
 
 def _gathered_input(tensors: int) -> PrepareModuleInput:
@@ -53,23 +82,23 @@ def _gathered_input(tensors: int) -> PrepareModuleInput:
     )  # rotary tables take no part
 
 
-def _plan(part: str, before: str = "") -> dict[str, ParallelStyle]:
+def _plan(part: str, styles: Styles, gated: bool, before: str = "") -> dict[str, ParallelStyle]:
     """Styles below a module of ``part``, which is called ``before``."""
     if part == "attention":
         plan: dict[str, ParallelStyle] = {
-            f"{before}{name}": ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj")
+            f"{before}{name}": styles.column() for name in ("q_proj", "k_proj", "v_proj")
         }
-        return {**plan, f"{before}o_proj": RowwiseParallel(output_layouts=Shard(0))}
+        return {**plan, f"{before}o_proj": styles.row(output_layouts=Shard(0))}
     if part == "mlp":
-        plan = {f"{before}{name}": ColwiseParallel() for name in ("gate_proj", "up_proj")}
-        return {**plan, f"{before}down_proj": RowwiseParallel(output_layouts=Shard(0))}
+        plan = {f"{before}{name}": styles.column() for name in ("gate_proj", "up_proj")}
+        return {**plan, f"{before}down_proj": styles.row(output_layouts=Shard(0))}
     return {
-        f"{before}attention_norm": SequenceParallel(sequence_dim=0),
-        f"{before}attention": _gathered_input(3),
-        **_plan("attention", f"{before}attention."),
-        f"{before}mlp_norm": SequenceParallel(sequence_dim=0),
-        f"{before}mlp": _gathered_input(1),
-        **_plan("mlp", f"{before}mlp."),
+        f"{before}attention_norm": styles.sequence(sequence_dim=0),
+        f"{before}attention": styles.input_of("attention", gated),
+        **_plan("attention", styles, gated, f"{before}attention."),
+        f"{before}mlp_norm": styles.sequence(sequence_dim=0),
+        f"{before}mlp": styles.input_of("mlp", gated),
+        **_plan("mlp", styles, gated, f"{before}mlp."),
     }
 
 
@@ -121,14 +150,17 @@ def _mesh(context: Context) -> tuple[dist.ProcessGroup, DeviceMesh]:
     return context.group, DeviceMesh.from_group(context.group, context.device.type)
 
 
-def layer(shape: Layer, context: Context, dtype: torch.dtype, *, mode: str) -> Implementation:
+def layer(
+    shape: Layer, context: Context, dtype: torch.dtype, *, mode: str, styles: Styles = Styles()
+) -> Implementation:
     """A layer of the layer suite; ``mode``: "eager", "compiled" or "async"."""
     group, mesh = _mesh(context)
     with torch.device("meta"):
         module = dense.build(shape).to(dtype)
-    _parallelize(module, mesh, _plan(shape.part))
+    gated = shape.model.gated
+    _parallelize(module, mesh, _plan(shape.part, styles, gated))
     if shape.part != "block":
-        _parallelize(module, mesh, _gathered_input(3 if shape.has_attention else 1))
+        _parallelize(module, mesh, styles.input_of(shape.part, gated))
     module.to_empty(device=context.device)
     arguments = dense.rotary_of(shape.model, shape.tokens.seq, context.device) if shape.has_attention else ()
     _compile([module], mode, group)
@@ -140,18 +172,20 @@ def layer(shape: Layer, context: Context, dtype: torch.dtype, *, mode: str) -> I
     )
 
 
-def language_model(size: Size, context: Context, dtype: torch.dtype, *, mode: str) -> Implementation:
+def language_model(
+    size: Size, context: Context, dtype: torch.dtype, *, mode: str, styles: Styles = Styles()
+) -> Implementation:
     """The model of the train suite."""
     group, mesh = _mesh(context)
     with torch.device("meta"):
         module = dense.LanguageModel(size).to(dtype)
     plan: dict[str, ParallelStyle] = {
-        "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0)),
-        "norm": SequenceParallel(sequence_dim=0),
-        "head": ColwiseParallel(input_layouts=Shard(0), output_layouts=Shard(-1), use_local_output=False),
+        "embed": styles.row(input_layouts=Replicate(), output_layouts=Shard(0)),
+        "norm": styles.sequence(sequence_dim=0),
+        "head": styles.column(input_layouts=Shard(0), output_layouts=Shard(-1), use_local_output=False),
     }
     for i in range(size.model.layers):
-        plan.update(_plan("block", f"layers.{i}."))
+        plan.update(_plan("block", styles, size.model.gated, f"layers.{i}."))
     _parallelize(module, mesh, plan)
     module.embed.register_forward_hook(lambda embed, arguments, out: _Wait.apply(out))
     module.to_empty(device=context.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from ..suite import Options, Skip, Variant
@@ -13,12 +14,18 @@ if TYPE_CHECKING:
     from ..context import Context
     from .implementation import Implementation
 
-__all__ = ["COMPILED", "baseline", "build", "variants"]
+__all__ = ["COMPILED", "FUSING", "baseline", "build", "variants"]
 
-COMPILED = ("torch-tp-compiled", "torch-tp-async")
+COMPILED = ("torch-tp-compiled", "torch-tp-async", "ours-styles-compiled", "ours-async-tp")
 
 _COMPILE_SECONDS = 600.0
 _TORCH_MODES = {"torch-tp": "eager", "torch-tp-compiled": "compiled", "torch-tp-async": "async"}
+_STYLE_MODES = {"ours-styles": "eager", "ours-styles-compiled": "compiled"}
+_KEPT = "ours:keep_gathered"
+_ASYNC = "ours-async-tp"
+FUSING = ("torch-tp-async", _ASYNC)  # which count what they fused
+
+_open = ExitStack()
 
 
 def baseline(options: Options) -> str:
@@ -26,8 +33,8 @@ def baseline(options: Options) -> str:
     return "gloo+blas" if options.device == "cpu" else "nccl+cublas"
 
 
-def variants(options: Options) -> tuple[Variant, ...]:
-    """Baseline, other peers, ours."""
+def variants(options: Options, *, layers: bool = True) -> tuple[Variant, ...]:
+    """Baseline, other peers, ours; ``layers``: of the layer suite."""
     base = baseline(options)
     streamk = f"{base.partition('+')[0]}+streamk"
     return (
@@ -51,7 +58,35 @@ def variants(options: Options) -> tuple[Variant, ...]:
         ),
         Variant("ours", "ours", "tpkernels.nn"),
         Variant(f"ours:{streamk}", "ours", f"tpkernels.nn with path={streamk!r}"),
+        *(
+            [
+                Variant(
+                    _KEPT, "ours", "tpkernels.nn with gathered inputs kept for backward, as torch keeps them"
+                )
+            ]
+            if layers
+            else []
+        ),
+        Variant(
+            "ours-styles", "ours", "parallelize_module with tpkernels.integrations.torch's styles, eager"
+        ),
+        Variant("ours-styles-compiled", "ours", "the same under torch.compile", time_limit=_COMPILE_SECONDS),
+        Variant(
+            _ASYNC,
+            "ours",
+            "the program of torch-tp-async within tpkernels.integrations.torch.enable_async_tp()",
+            isolated=True,
+            time_limit=_COMPILE_SECONDS,
+        ),
     )
+
+
+def _stay_in_async_tp() -> None:
+    """For the life of this process, which runs no other variant on torch's fused operations."""
+    from tpkernels.integrations.torch import enable_async_tp
+
+    _open.close()
+    _open.enter_context(enable_async_tp())
 
 
 def build(what: Layer | Size, variant: str, context: Context, dtype: torch.dtype) -> Implementation:
@@ -62,17 +97,21 @@ def build(what: Layer | Size, variant: str, context: Context, dtype: torch.dtype
     """
     from . import manual, ours, torch_tp
 
-    if variant in _TORCH_MODES:
-        mode = _TORCH_MODES[variant]
-        if mode == "async" and not context.cuda:
+    if variant in _TORCH_MODES or variant in _STYLE_MODES or variant == _ASYNC:
+        styles = torch_tp.Styles.ours() if variant in _STYLE_MODES else torch_tp.Styles()
+        mode = {**_TORCH_MODES, **_STYLE_MODES, _ASYNC: "async"}[variant]
+        if variant == _ASYNC:
+            _stay_in_async_tp()
+        elif mode == "async" and not context.cuda:
             raise Skip("torch's async tensor parallelism needs CUDA: its fused products have no CPU kernels")
         if isinstance(what, Layer):
-            return torch_tp.layer(what, context, dtype, mode=mode)
-        return torch_tp.language_model(what, context, dtype, mode=mode)
+            return torch_tp.layer(what, context, dtype, mode=mode, styles=styles)
+        return torch_tp.language_model(what, context, dtype, mode=mode, styles=styles)
     if variant.startswith("ours"):
-        path = variant.partition(":")[2] or "auto"
+        kept = variant == _KEPT
+        path = "auto" if kept else variant.partition(":")[2] or "auto"
         if isinstance(what, Layer):
-            return ours.layer(what, context, dtype, path=path)
+            return ours.layer(what, context, dtype, path=path, keep_gathered=kept)
         return ours.language_model(what, context, dtype, path=path)
     overlap = variant.endswith("-async")
     if isinstance(what, Layer):

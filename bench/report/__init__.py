@@ -31,6 +31,7 @@ def run(
     out: Path | None = None,
     markdown: Path | None = None,
     readme: Path | None = None,
+    figures: Path | None = None,
     stdout: TextIO | None = None,
 ) -> int:
     """Report on result files and trace summaries.
@@ -40,23 +41,27 @@ def run(
         out: where to write the HTML page.
         markdown: where to write the Markdown tables.
         readme: a README whose blocks are filled.
-            With none of the three the tables are printed and the page is written beside the first file.
+        figures: a folder for the pictures of documents: of the sweep, PNG for light and dark pages.
+            With none of the four the tables are printed and the page is written beside the first file.
         stdout: where to print.
 
     Returns:
         0.
 
     Raises:
-        BenchError: no file, one that is neither, another schema, nothing to show, or matplotlib missing for ``out``.
+        BenchError: no file, one that is neither, another schema, nothing to show, or matplotlib missing for ``out`` and
+            ``figures``.
     """
     stream = stdout if stdout is not None else sys.stdout
-    if not paths and (readme is None or out is not None or markdown is not None):
+    if not paths and (readme is None or out is not None or markdown is not None or figures is not None):
         raise BenchError("report: expected at least one result file (bench/results/*.jsonl), got none.")
     if paths:
         results, traces = read_inputs(paths)
         if not results.rows and not traces:
             raise BenchError(f"{', '.join(map(str, paths))}: nothing was measured in it, only begun.")
-        if markdown is None and out is None and readme is None:
+        if figures is not None:
+            _write_figures(figures, results, stream)
+        if markdown is None and out is None and readme is None and figures is None:
             print(markdown_report(results, traces, pad=True), file=stream)
             _page_beside(paths[0], results, traces, stream)
         if out is not None:
@@ -105,6 +110,30 @@ def _write_page(out: Path, results: Results, traces: Sequence[TraceSummary], str
 
     _write(out, html_page(results, traces))
     print(f"wrote {out}", file=stream)
+
+
+def _write_figures(folder: Path, results: Results, stream: TextIO) -> None:
+    """Of one card: names of pictures do not tell cards apart."""
+    from .charts_sweep import figures
+    from .draw import painted
+    from .page import PALETTE
+
+    if len(by_card(results)) > 1:
+        raise BenchError("report: --figures draws one card's results; name the files of one.")
+    drawn = figures(results.latest())
+    if not drawn:
+        raise BenchError("report: --figures draws suite sweep, of which these files have no rows.")
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, draw in drawn.items():
+        for theme, suffix in enumerate(("", "-dark")):
+            palette = {color: both[theme] for color, both in PALETTE.items()}
+            with painted(palette):
+                picture = draw()
+                if picture is None:
+                    break
+                path = folder / f"{name}{suffix}.png"
+                picture.png(path, palette["paper"] if suffix else "#ffffff")
+            print(f"wrote {path}", file=stream)
 
 
 def _write(path: Path, text: str) -> None:

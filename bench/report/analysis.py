@@ -33,11 +33,12 @@ __all__ = [
     "within",
 ]
 
-SUITES = ("link", "gemm", "overlap", "layer", "train")
+SUITES = ("link", "gemm", "sweep", "overlap", "layer", "train")
 
 # The variant that ratios refer to, the first that was measured; otherwise the first peer.
 BASELINES: Mapping[str, tuple[str, ...]] = {
     "gemm": ("cublas", "blas"),
+    "sweep": ("cublas", "blas"),
     "overlap": ("nccl+cublas", "gloo+blas"),
     "layer": ("nccl+cublas", "gloo+blas"),
     "train": ("nccl+cublas", "gloo+blas"),

@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ..errors import BenchError
@@ -26,6 +27,7 @@ __all__ = [
     "figure",
     "legend",
     "legend_lines",
+    "painted",
     "ratio_axis",
     "require_matplotlib",
     "tidy",
@@ -42,7 +44,7 @@ _NAMES = (
     *("ours", "ours2", "ours3", "ours4", "baseline", "peer1", "peer2", "peer3", "peer4"),
     *("gemm", "comm", "copy", "other"),
 )
-COLORS: Mapping[str, str] = {name: f"#fe{i:02x}{0xA0 + i:02x}" for i, name in enumerate(_NAMES, 1)}
+COLORS: dict[str, str] = {name: f"#fe{i:02x}{0xA0 + i:02x}" for i, name in enumerate(_NAMES, 1)}
 _PEERS = {
     "symm_mem": "peer1",
     "cublasmp": "peer2",
@@ -102,6 +104,27 @@ class Picture:
             self.figure.savefig(buffer, format="svg", metadata={"Date": None}, transparent=True)
         plt.close(self.figure)
         return _for_page(buffer.getvalue(), prefix, self.label, self.tips)
+
+    def png(self, path: Path, background: str) -> None:
+        """Write a PNG for a document; to be drawn and written inside :func:`painted`."""
+        import matplotlib.pyplot as plt
+
+        with _style():
+            self.figure.savefig(
+                path, format="png", dpi=2 * _UNITS, facecolor=background, metadata={"Software": None}
+            )
+        plt.close(self.figure)
+
+
+@contextmanager
+def painted(palette: Mapping[str, str]) -> Iterator[None]:
+    """Real colours in place of the stand-ins, for pictures that are no part of a page."""
+    stand_ins = dict(COLORS)
+    COLORS.update({name: palette[name] for name in stand_ins})
+    try:
+        yield
+    finally:
+        COLORS.update(stand_ins)
 
 
 @contextmanager

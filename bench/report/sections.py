@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from ..links import links_of
 from ..records import Results, Row
-from . import charts_gemm, charts_link, charts_model, charts_overlap
+from . import charts_gemm, charts_link, charts_model, charts_overlap, charts_sweep
 from .analysis import group_cases, noise_floor
 from .draw import Picture
 from .provenance import provenance
@@ -58,6 +58,10 @@ _TITLES = {
     "gemm": (
         "GEMM",
         "Our products beside the vendor's, in turns in one run. A speed-up is its time over ours; grey is noise.",
+    ),
+    "sweep": (
+        "Sweep",
+        "Shapes sampled log-uniformly from the domain of the Stream-K paper, our kernel forced. Each dot is a shape.",
     ),
     "overlap": (
         "Overlap",
@@ -155,6 +159,27 @@ def _gemm(rows: Sequence[Row], drawn: Pictures) -> list[Part]:
     return parts
 
 
+def _sweep(rows: Sequence[Row], drawn: Pictures) -> list[Part]:
+    parts = []
+    for dtype, groups in split(group_cases(rows, "sweep"), lambda g: g.dtype).items():
+        noise = noise_floor(groups)
+        part = Part(dtype, note=describe_noise(noise))
+        part.shown += drawn.shown(
+            charts_sweep.speedups(groups, noise),
+            "Speed-up",
+            "Dashed: where the paper calls products compute-bound. Grey: noise.",
+        )
+        part.shown += drawn.shown(
+            charts_sweep.utilisation(groups, rows), "Utilisation", "Part of what the matrix units reach."
+        )
+        part.shown += drawn.shown(charts_sweep.waves_scatter(groups, noise), "By waves of tiles")
+        part.shown += drawn.shown(
+            charts_sweep.model_scatter(groups), "The cost model", "What it said of the plans that ran."
+        )
+        parts.append(part)
+    return parts
+
+
 def _overlap(rows: Sequence[Row], drawn: Pictures) -> list[Part]:
     parts = []
     machines = split(group_cases(rows, "overlap"), lambda g: (-g.world, g.dtype))
@@ -199,6 +224,7 @@ def _models(
 _PARTS: dict[str, Callable[[Sequence[Row], Pictures], list[Part]]] = {
     "link": _link,
     "gemm": _gemm,
+    "sweep": _sweep,
     "overlap": _overlap,
     "layer": _models(
         "layer",

@@ -25,10 +25,12 @@ class Headline:
 
 
 def headlines(rows: Sequence[Row]) -> list[Headline]:
-    """In the order gemm, overlap, layer, train; rows of one card."""
+    """In the order gemm, sweep, overlap, layer, train; rows of one card."""
     found = []
     for groups in split(group_cases(rows, "gemm"), lambda g: g.dtype).values():
         found += _gemm(groups)
+    for groups in split(group_cases(rows, "sweep"), lambda g: g.dtype).values():
+        found += _sweep(groups, "sweep")
     for groups in split(group_cases(rows, "overlap"), lambda g: (g.world, g.dtype)).values():
         found += _overlap(groups)
     for suite, what in (("layer", "layers"), ("train", "training step")):
@@ -47,12 +49,16 @@ def _gemm(groups: Sequence[Group]) -> list[Headline]:
     named = [g for g in groups if g.first.shape_set != "sweep"]
     swept = [g for g in groups if g.first.shape_set == "sweep"]
     found = _against_baseline(named, "gemm", f"{groups[0].dtype} products") if named else []
-    s = spread(v for g in swept if (v := g.speedup(g.ours)))
-    if s:
-        detail = f"{s.n} shapes: 5th to 95th percentile {s.p5:.2f} to {s.p95:.2f}, at least 1 in {percent(s.share_won)}"
-        label = f"sweep, {groups[0].dtype}, against {swept[0].baseline_name} (geometric mean)"
-        found.append(Headline(f"{s.geomean:.2f}×", label, detail, "gemm"))
-    return found
+    return found + _sweep(swept, "gemm")
+
+
+def _sweep(groups: Sequence[Group], suite: str) -> list[Headline]:
+    s = spread(v for g in groups if (v := g.speedup(g.ours)))
+    if s is None:
+        return []
+    detail = f"{s.n} shapes: 5th to 95th percentile {s.p5:.2f} to {s.p95:.2f}, at least 1 in {percent(s.share_won)}"
+    label = f"sweep, {groups[0].dtype}, against {groups[0].baseline_name} (geometric mean)"
+    return [Headline(f"{s.geomean:.2f}×", label, detail, suite)]
 
 
 def _overlap(groups: Sequence[Group]) -> list[Headline]:

@@ -1,7 +1,7 @@
 """Which tables there are for each suite, and the selection that a README block names: "gemm square bfloat16".
 
-Beside the suites such a name may begin with ``gemm-bars`` or ``overlap-bars``: the bars of the suite, which of them
-hold.
+Beside the suites such a name may begin with ``gemm-bars``, ``sweep-bars`` or ``overlap-bars``: the bars of the suite,
+which of them hold.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from .tables_link import link_tables
 from .tables_model import layer_tables, train_tables
 from .tables_overlap import overlap_tables
 from .tables_overlap_bars import overlap_bars_tables
+from .tables_sweep import sweep_bars_tables, sweep_tables
 
 __all__ = ["TABLES", "select", "suite_of", "suite_tables", "suites_of"]
 
@@ -33,13 +34,15 @@ def _gemm(rows: Sequence[Row]) -> list[Table]:
 TABLES: dict[str, Callable[[Sequence[Row], Links], list[Table]]] = {
     "link": lambda rows, _: link_tables(rows),
     "gemm": lambda rows, _: _gemm(rows),
+    "sweep": lambda rows, _: sweep_tables(rows),
     "overlap": overlap_tables,
     "layer": lambda rows, _: layer_tables(rows),
     "train": lambda rows, _: train_tables(rows),
     "gemm-bars": lambda rows, _: bars_tables(rows),
+    "sweep-bars": lambda rows, _: sweep_bars_tables(rows),
     "overlap-bars": overlap_bars_tables,
 }
-_BARS = {"gemm-bars": "gemm", "overlap-bars": "overlap"}  # of which suite
+_BARS = {"gemm-bars": "gemm", "sweep-bars": "sweep", "overlap-bars": "overlap"}  # of which suite
 _SHORT = {"AG": "all_gather_matmul", "RS": "matmul_reduce_scatter", "AR": "matmul_all_reduce"}
 
 
@@ -75,8 +78,8 @@ def select(
 
     Args:
         rows: of any suites.
-        name: a suite, "gemm-bars" or "overlap-bars", then any of: a shape set, an operation (AG, RS, AR for short), a
-            dtype, "w4" for a world of 4.
+        name: a suite, "gemm-bars", "sweep-bars" or "overlap-bars", then any of: a shape set, an operation (AG, RS, AR
+            for short), a dtype, "w4" for a world of 4.
         options: "variants=A,B" keeps these, "cases=PATTERN" those cases whose name matches.
         links: of the card that the rows are of.
 

@@ -1,9 +1,10 @@
 """Suite ``gemm``: one product on one device. Our kernel by the planner's choice and by each schedule, beside cuBLAS.
 
-Three kinds of cases: products (variants: see :mod:`.gemm_planner`), one product in the four layouts of BLAS, and
-products with an epilogue (:mod:`.gemm_epilogues`). Left out of the schedules are ``own_first`` and ``every_shard``:
-without communication they are ``hybrid_first``. With ``--tiles`` there are products only, by ``streamk`` and by every
-schedule on each of the tiles: times from which constants of the cost model are fitted.
+Four kinds of cases: products (variants: see :mod:`.gemm_planner`), one product in the four layouts of BLAS, products
+with an epilogue (:mod:`.gemm_epilogues`), batches and groups (:mod:`.gemm_stacked`). Left out of the schedules are
+``own_first`` and ``every_shard``: without communication they are ``hybrid_first``. With ``--tiles`` there are
+products only, by ``streamk`` and by every schedule on each of the tiles: times from which constants of the cost model
+are fitted.
 
 Every row of ours has ``extra["plan"]`` (as ``tpkernels.explain`` gives it, the tile's name, and the number of
 multiprocessors) and ``extra["waves"]``: tiles over those that the device computes at once. With strides that TMA does
@@ -20,6 +21,7 @@ from ..errors import BenchError, check_known
 from ..records import Row
 from ..suite import Case, Options, Suite, Variant, Workload
 from . import gemm_epilogues as epilogues
+from . import gemm_stacked as stacked
 from .gemm_planner import SAME_TILE, TILES, tile_variants
 from .gemm_products import COPIES, FP8, GemmWorkload, LayoutsWorkload
 from .gemm_shapes import BLAS_LAYOUTS, EPILOGUES, LAYOUTS, OPS, Shape, select
@@ -27,7 +29,7 @@ from .gemm_shapes import BLAS_LAYOUTS, EPILOGUES, LAYOUTS, OPS, Shape, select
 if TYPE_CHECKING:
     from ..context import Context
 
-__all__ = ["DTYPES", "ITEM_BYTES", "SUITE", "GemmSuite"]
+__all__ = ["DTYPES", "ITEM_BYTES", "SUITE", "GemmSuite", "wanted_tiles"]
 
 DTYPES = {"cuda": ("bfloat16", "float16"), "cpu": ("float32", "float64", "bfloat16")}
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -57,7 +59,7 @@ class GemmSuite(Suite):
     def variants(self, options: Options) -> Sequence[Variant]:
         base = self.baseline(options)
         found = [Variant(base, "peer", "torch.mm; with an epilogue, torch's operations one after another")]
-        tiles = _tiles(options)
+        tiles = wanted_tiles(options)
         if tiles:
             found.append(Variant("streamk", "ours", _OURS["streamk"]))
             return found + [Variant(name, "ours", "ours, forced") for name in tile_variants(tiles)]
@@ -70,6 +72,8 @@ class GemmSuite(Suite):
             found.append(Variant(f"streamk:{layout}", "ours", f"ours, operands stored {layout}, not TN"))
         if options.device == "cuda":
             found.append(Variant(f"{base}:fused", "peer", "one product of cuBLAS with an epilogue"))
+            own = ((name, what, name.startswith("torch")) for name, what in stacked.VARIANTS.items())
+            found += [Variant(name, "peer" if peer else "ours", what) for name, what, peer in own]
         found.append(Variant(f"{base}:plain", "part", "torch.mm without the epilogue"))
         found.append(Variant("streamk:plain", "part", "ours without the epilogue"))
         found.append(Variant("streamk:plain-fp32", "part", "ours without the epilogue, into fp32"))
@@ -89,7 +93,7 @@ class GemmSuite(Suite):
             seed=options.seed,
             small=options.small,
         )
-        wanted = ("matmul",) if _tiles(options) else options.ops or OPS
+        wanted = ("matmul",) if wanted_tiles(options) else options.ops or OPS
         shapes = [shape for shape in shapes if shape.op in wanted]
         return [_case(shape, dtype) for dtype in options.dtypes or known[:1] for shape in shapes]
 
@@ -98,6 +102,9 @@ class GemmSuite(Suite):
         name, _, what = variant.partition(":")
         if variant in (base, "streamk"):
             return True
+        if case.op in stacked.STACKED or variant in stacked.VARIANTS:
+            also = variant in stacked.VARIANTS and case.op == stacked.GROUPED
+            return also or (variant == "streamk:data_parallel" and case.op in stacked.STACKED)
         if case.op == LAYOUTS:
             return what in _OTHER_LAYOUTS
         if case.op in EPILOGUES:
@@ -118,6 +125,10 @@ class GemmSuite(Suite):
     def bytes_needed(self, case: Case, options: Options) -> int:
         m, n, k = (int(case.params[name]) for name in "mnk")
         item = ITEM_BYTES[case.dtype]
+        if case.op in stacked.STACKED:
+            a, b, out = stacked.elements(case.op, case.params)
+            # Copies, one output more, fp32 partials, and a float64 weight of the reference.
+            return COPIES * (a + b + out) * item + out * (item + 2 * 4) + 8 * k * n
         if case.op in EPILOGUES:
             _, columns, _ = epilogues.sizes(case.op, m, n, k)
             sets = COPIES * (
@@ -134,6 +145,8 @@ class GemmSuite(Suite):
     def workload(self, case: Case, context: Context) -> Workload:
         if case.op in EPILOGUES:
             return epilogues.EpilogueWorkload(case, context)
+        if case.op in stacked.STACKED:
+            return stacked.StackedWorkload(case, context)
         return (LayoutsWorkload if case.op == LAYOUTS else GemmWorkload)(case, context)
 
     def conclude(self, rows: Sequence[Row]) -> str:
@@ -142,7 +155,7 @@ class GemmSuite(Suite):
         return bars_text(rows)
 
 
-def _tiles(options: Options) -> tuple[str, ...]:
+def wanted_tiles(options: Options) -> tuple[str, ...]:
     """The tiles that --tiles names: groups of :data:`TILES`, "all" for those of the device's best kernel, or tiles."""
     known = [tile for group in TILES.values() for tile in group]
     found: list[str] = []
@@ -163,6 +176,10 @@ def _case(shape: Shape, dtype: str) -> Case:
     if shape.waves is not None:
         params["waves"] = round(shape.waves, 4)
     item = ITEM_BYTES[dtype]
+    if shape.op in stacked.STACKED:
+        params |= {"groups": shape.groups} if shape.groups else {"batch": shape.batch}
+        flops, moved = 2.0 * shape.batch * m * n * k, float(item * sum(stacked.elements(shape.op, params)))
+        return Case(shape.name, shape.op, dtype, params, shape.shape_set, flops=flops, bytes=moved)
     _, columns, _ = epilogues.sizes(shape.op, m, n, k)
     moved = item * (m * k + k * columns + m * n)
     if shape.op == "accumulate":

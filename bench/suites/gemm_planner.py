@@ -2,7 +2,8 @@
 
 Names of variants: ``streamk`` is what users get, the cost model's tile and schedule. ``streamk:SCHEDULE`` forces a
 schedule with the tile of that choice, ``streamk:data_parallel`` with the tile that is best for it, and
-``streamk:dp-same-tile`` is data-parallel with the tile of ``streamk``. ``streamk:SCHEDULE@TILE`` forces both.
+``streamk:dp-same-tile`` is data-parallel with the tile of ``streamk``. ``streamk:SCHEDULE@TILE`` forces both,
+``streamk@TILE`` is the cost model's schedule on that tile.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _HOPPER = tuple(
 # Tiles by kernel, for --tiles; those of the Hopper kernel with their clusters.
 TILES = {
     "hopper": _HOPPER,
-    "portable": ("128x128x32", "64x64x32"),
+    "portable": ("128x256x32", "128x128x32", "64x64x32"),
     "cpu": ("256x256x128", "128x128x128", "64x64x128", "32x256x128", "16x64x128"),
 }
 
@@ -61,15 +62,26 @@ class Planner:
         device: "cpu", "sm80", "sm90" (the Hopper kernel) or "sm90-portable", as torch.ops.tpkernels.streamk_plan
             takes it.
         multiprocessors: of the GPU; 0 on the CPU, where a plan has a worker for each thread.
+        dtype: of the operands, where plans of the portable kernel depend on it ("float64"); "" for 16 bits.
     """
 
-    def __init__(self, m: int, n: int, k: int, device: str, multiprocessors: int = 0) -> None:
+    def __init__(
+        self, m: int, n: int, k: int, device: str, multiprocessors: int = 0, dtype: str = ""
+    ) -> None:
         self.size, self.device, self.multiprocessors = (m, n, k), device, multiprocessors
+        self._more = {"dtype": dtype} if dtype else {}
+        self.batch = 1
+        self.group_sizes: tuple[int, ...] = ()  # of a grouped product; m is their sum
         self._plans: dict[tuple[Request, tuple[int, int, int]], dict[str, Any]] = {}
 
     @classmethod
-    def of(cls, m: int, n: int, k: int, device: torch.device, *, aligned: bool = True) -> Planner:
-        """For a device that is here. ``aligned``: TMA can load the operands, which the Hopper kernel needs."""
+    def of(
+        cls, m: int, n: int, k: int, device: torch.device, *, aligned: bool = True, dtype: str = ""
+    ) -> Planner:
+        """For a device that is here. ``aligned``: TMA can load the operands, which the Hopper kernel needs.
+
+        ``dtype``: of operands that are not of 16 bits, which the portable kernel takes.
+        """
         import torch
 
         from tpkernels import _extensions
@@ -77,9 +89,9 @@ class Planner:
         if device.type != "cuda":
             return cls(m, n, k, "cpu")
         properties = torch.cuda.get_device_properties(device)
-        hopper = properties.major == 9 and aligned and _extensions.is_loaded("_C_sm90a")
+        hopper = properties.major == 9 and aligned and not dtype and _extensions.is_loaded("_C_sm90a")
         architecture = "sm80" if properties.major == 8 else "sm90" if hopper else "sm90-portable"
-        return cls(m, n, k, architecture, properties.multi_processor_count)
+        return cls(m, n, k, architecture, properties.multi_processor_count, dtype)
 
     def plan(self, request: Request, size: tuple[int, int, int] | None = None) -> dict[str, Any]:
         """What the kernel makes of a request; ``size`` in place of the product's.
@@ -97,9 +109,10 @@ class Planner:
 
         import tpkernels  # noqa: F401  (loads the ops)
 
+        own = size == self.size
         try:
             kind, numbers, predicted_us = torch.ops.tpkernels.streamk_plan(
-                1,
+                self.batch if own else 1,
                 *size,
                 self.device,
                 request.schedule,
@@ -107,6 +120,8 @@ class Planner:
                 request.splits,
                 self.multiprocessors,
                 request.tile,
+                **self._more,
+                group_sizes=self.group_sizes if own else (),
             )
         except RuntimeError as error:
             raise Skip(str(error).strip().partition("\n")[0]) from None
@@ -141,6 +156,8 @@ class Planner:
         if variant == "streamk":
             return Request()
         schedule, _, tile = variant.removeprefix("streamk:").partition("@")
+        if schedule == "streamk":
+            return Request("auto", 1, tile)
         if schedule == "data_parallel":
             return Request(schedule, 1, tile or self.tile_name(Request(schedule)))
         tile = tile or self.tile_name(Request())

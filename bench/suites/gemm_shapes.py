@@ -44,7 +44,7 @@ __all__ = [
 # are timed in turn; N of "swiglu" is that of the output, the weight has 2 N columns.
 LAYOUTS = "layouts"
 EPILOGUES = ("bias_gelu", "bias_silu", "swiglu", "accumulate", "residual")
-OPS = ("matmul", LAYOUTS, *EPILOGUES)
+OPS = ("matmul", LAYOUTS, *EPILOGUES, "batched", "grouped")
 BLAS_LAYOUTS = {"TN": "forward", "NN": "columns", "NT": "wgrad", "TT": "dgrad"}
 
 WORLD = 8  # ranks that share a weight in the sets tp and decode
@@ -59,7 +59,10 @@ _SMALL_MOST = 5  # shapes of a set when small: one of every operation of the epi
 
 @dataclass(frozen=True)
 class Shape:
-    """One product. ``waves``: its size in waves of :data:`WAVE` outputs, for the set of that name."""
+    """One product, ``batch`` of them, or one whose M rows are in ``groups`` (see :func:`group_sizes`).
+
+    ``waves``: its size in waves of :data:`WAVE` outputs, for the set of that name.
+    """
 
     shape_set: str
     label: str
@@ -69,6 +72,8 @@ class Shape:
     layout: str = "forward"
     waves: float | None = None
     op: str = "matmul"
+    batch: int = 1
+    groups: int = 0
 
     @property
     def name(self) -> str:
@@ -277,6 +282,54 @@ def layouts(_: Wanted) -> list[Shape]:
     return [Shape("layouts", label, m, n, k, layout) for label, m, n, k, layout in rows]
 
 
+def batched(_: Wanted) -> list[Shape]:
+    """Products of attention (64 heads of 128, 2048 and 8192 tokens), adapters, and many small ones."""
+    sizes = [
+        ("scores", 64, 2048, 2048, 128),
+        ("values", 64, 2048, 128, 2048),
+        ("scores", 8, 8192, 8192, 128),
+        ("values", 8, 8192, 128, 8192),
+        ("experts", 8, 1024, 4096, 4096),
+        ("adapters", 16, 2048, 64, 4096),
+        ("small", 64, 512, 512, 512),
+        ("small", 256, 256, 256, 256),
+        ("small", 1024, 128, 128, 128),
+        ("small", 2048, 64, 64, 64),
+    ]
+    return [
+        Shape("batched", f"{label} {batch} of", m, n, k, op="batched", batch=batch)
+        for label, batch, m, n, k in sizes
+    ]
+
+
+def grouped(_: Wanted) -> list[Shape]:
+    """Experts of a rank and the tokens they get: Mixtral 8x7B's 8, 16 and 64 of DeepSeek-V3's."""
+    sizes = [
+        ("mixtral up", 8, 1024, 14336, 4096),
+        ("mixtral up", 8, 4096, 14336, 4096),
+        ("mixtral up", 8, 16384, 14336, 4096),
+        ("mixtral down", 8, 4096, 4096, 14336),
+        ("deepseek up", 16, 4096, 4096, 7168),
+        ("deepseek down", 16, 4096, 7168, 2048),
+        ("deepseek up", 64, 1024, 4096, 7168),
+        ("deepseek up", 64, 8192, 4096, 7168),
+        ("deepseek down", 64, 8192, 7168, 2048),
+        ("deepseek down", 64, 32768, 7168, 2048),
+    ]
+    return [
+        Shape("grouped", f"{label} {groups} groups", m, n, k, op="grouped", groups=groups)
+        for label, groups, m, n, k in sizes
+    ]
+
+
+def group_sizes(groups: int, rows: int) -> list[int]:
+    """Uneven, the same in every run: each row goes to a group with odds drawn from an exponential distribution."""
+    rng = random.Random(f"{groups} groups of {rows} rows")
+    odds = [rng.expovariate(1.0) for _ in range(groups)]
+    picked = rng.choices(range(groups), odds, k=rows)
+    return [picked.count(g) for g in range(groups)]
+
+
 def sweep(count: int, seed: int, low: int = SWEEP_LOW, high: int = SWEEP_HIGH) -> list[Shape]:
     """``count`` shapes with log M, log N and log K uniform, as in the Stream-K paper (arXiv 2301.03598).
 
@@ -304,6 +357,8 @@ SETS: dict[str, Callable[[Wanted], list[Shape]]] = {
     "tall-skinny": tall_skinny,
     "decode": decode,
     "layouts": layouts,
+    "batched": batched,
+    "grouped": grouped,
 }
 BAR_SETS = ("large", "waves", "long-k", "measured", "transposes", "epilogues")
 DEFAULT_SETS = ("square", *BAR_SETS)
@@ -363,4 +418,5 @@ def _shrink(shape: Shape) -> Shape:
         n=less(shape.n, 32, 160),
         k=less(shape.k, 8, 1024),
         waves=None,
+        batch=min(shape.batch, 3),
     )

@@ -11,7 +11,7 @@ from ..blocks.implementation import Implementation
 from ..blocks.judge import allowed, worst
 from ..blocks.reference import inputs, layer_reference
 from ..blocks.shapes import INPUTS, misfit
-from ..blocks.variants import COMPILED, build
+from ..blocks.variants import COMPILED, FUSING, build
 from ..blocks.weights import local
 from ..context import Context
 from ..records import Stats
@@ -67,7 +67,7 @@ class LayerWorkload(Workload):
         self.context.align()
         calls.launch(0)
         calls.forward(0)
-        if variant == "torch-tp-async":
+        if variant in FUSING:
             _count_fused(calls)
         return Runnable(
             launch=calls.launch,

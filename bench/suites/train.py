@@ -59,7 +59,7 @@ class TrainSuite(Suite):
 
     def variants(self, options: Options) -> Sequence[Variant]:
         """See :mod:`..blocks.variants`."""
-        return variants(options)
+        return variants(options, layers=False)
 
     def cases(self, options: Options) -> Sequence[Case]:
         """Every size (``models``) in every dtype."""

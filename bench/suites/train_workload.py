@@ -14,7 +14,7 @@ from ..blocks.judge import allowed_gradient, allowed_loss, allowed_piece, worst,
 from ..blocks.peaks import data_sheet_tflops
 from ..blocks.shapes import misfit, train_flops
 from ..blocks.twin import batches, optimizer, train_twin
-from ..blocks.variants import COMPILED, build
+from ..blocks.variants import COMPILED, FUSING, build
 from ..blocks.weights import local
 from ..context import Context
 from ..records import Stats
@@ -60,7 +60,7 @@ class TrainWorkload(Workload):
         run = _Run(self, implementation)
         run.restart()
         self.context.align()
-        if variant == "torch-tp-async":
+        if variant in FUSING:
             _count_fused(run)
         else:
             run.launch(0)

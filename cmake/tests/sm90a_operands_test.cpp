@@ -56,6 +56,10 @@ void refuse(const std::optional<View>& got, const std::string& context) {
 void check_operands() {
   void* const data = address(4096);
   expect(view_a(matrix(6400, 64, 1), 3, 100, 64), Major::kK, {data, 64, 100, 3, 128, 12800}, 1, "A by rows");
+  expect(view_operand(matrix(6400, 64, 1), 3, 100, 64, 63, 1, 1), Major::kK, {data, 63, 100, 3, 64, 6400}, 1,
+         "A of 8 bits by rows");
+  refuse(view_operand(matrix(6656, 1, 112), 3, 100, 1, 64, 112, 1), "A of 8 bits by columns");
+  refuse(view_operand(matrix(0, 24, 1), 1, 100, 24, 24, 1, 1), "A of 8 bits, rows 24 bytes apart");
   expect(view_a(matrix(6656, 1, 104), 3, 100, 64), Major::kOuter, {data, 100, 64, 3, 208, 13312}, 1,
          "A by columns");
   expect(view_b(matrix(6656, 104, 1), 3, 64, 100), Major::kOuter, {data, 100, 64, 3, 208, 13312}, 1,

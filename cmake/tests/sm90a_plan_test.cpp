@@ -36,16 +36,21 @@ void check_slots(const GemmPlan& plan, int64_t k, const std::string& context) {
 }
 
 void check_plans(const Problem& p, const std::string& schedule, int64_t splits, int64_t multiprocessors,
-                 bool gated) {
+                 bool gated, Product product) {
   const std::string context = schedule + " m, n, k " + std::to_string(p.m) + " " + std::to_string(p.n) + " " +
-                              std::to_string(p.k) + " on " + std::to_string(multiprocessors);
-  const auto plans = candidates(p, schedule, 0, splits, "", {gated}, full_residency(multiprocessors));
+                              std::to_string(p.k) + " on " + std::to_string(multiprocessors) + ", product " +
+                              std::to_string(static_cast<int>(product));
+  const Demands demands{gated, false, false, 1, product};
+  const auto plans = candidates(p, schedule, 0, splits, "", demands, full_residency(multiprocessors));
   double before = 0;
   for (const GemmPlan& plan : plans) {
     ++cases;
     const std::string full = name(plan.tile, plan.cluster);
     const std::string here = context + " " + full;
     TPK_CHECK(is_tile_name(full), here);
+    TPK_CHECK(is_scaled(plan.tile) == (product != Product::kHalf), here);
+    TPK_CHECK(plan.plan.tile.bk * element_bytes(plan.tile) == kSwizzleBytes * plan.cluster.k, here);
+    TPK_CHECK(!is_swapped(plan.tile) || p.m <= kMostFewRows, here);
     TPK_CHECK(plan.plan.predicted_us >= before, here);
     before = plan.plan.predicted_us;
     TPK_CHECK(plan.cluster.size() <= multiprocessors, here);
@@ -53,7 +58,7 @@ void check_plans(const Problem& p, const std::string& schedule, int64_t splits, 
     const TileShape whole = cluster_tile(plan.tile, plan.cluster);
     TPK_CHECK(plan.plan.tile.bm == whole.bm && plan.plan.tile.bn == (gated ? whole.bn / 2 : whole.bn), here);
     check_slots(plan, p.k, here);
-    const GemmPlan named = plan_gemm(p, schedule, 0, splits, full, {gated}, full_residency(multiprocessors));
+    const GemmPlan named = plan_gemm(p, schedule, 0, splits, full, demands, full_residency(multiprocessors));
     TPK_CHECK(name(named.tile, named.cluster) == full, here);
     TPK_CHECK(named.plan.predicted_us == plan.plan.predicted_us, here);
   }
@@ -70,7 +75,9 @@ int main() {
         for (const int64_t multiprocessors : {1, 2, 60, 132}) {
           for (const std::string& schedule : schedules) {
             const int64_t splits = 1 + (m + n + k) % 5;
-            check_plans({m, n, k, 1 + k % 2}, schedule, splits, multiprocessors, n == 384);
+            check_plans({m, n, k, 1 + k % 2}, schedule, splits, multiprocessors, n == 384, Product::kHalf);
+            const auto product = static_cast<Product>(1 + splits % kNumScaledProducts);
+            check_plans({m, n, k, 1}, schedule, splits, multiprocessors, false, product);
           }
         }
       }

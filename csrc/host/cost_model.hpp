@@ -1,16 +1,19 @@
 // Predicted time of a schedule. Rough on purpose: it has to rank tiles, kinds and splits, not to tell time.
 //
 //   time = launch + max over workers (iterations * iter + epilogues + partials written + partials added)
+//          + clear, where there are partials
 //
 // The constants are per architecture and per k-iteration of one worker that has a multiprocessor (or core) to
-// itself while all others work too. They are rough and meant to be refitted on real kernels.
+// itself while all others work too. They are rough and meant to be refitted on real kernels: `tpk calibrate`.
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <stdexcept>
 #include <string>
 #include <string_view>
+#include <type_traits>
 
 #include "host/schedule.hpp"
 
@@ -26,15 +29,48 @@ struct CostConstants {
   double epilogue_elem_us = 0;  // one element stored
   double partial_us = 0;        // writing a partial tile and raising its flag, or waiting for one
   double partial_elem_us = 0;   // one element of it written, or read and added
+  double clear_us = 0;          // zeroing the flags of partial tiles, where there are any
 };
 
-// Portable kernel (mma.sync) on A100: 312 TFLOP/s over 108 multiprocessors at 75 %. An estimate.
-constexpr CostConstants kCostSm80{5.0, 9.2e-7, 7.0e-6, 0.05, 0.8, 2.4e-5, 0.8, 3.0e-5};
+// Half precision by mma.sync on A100: 312 TFLOP/s over 108 multiprocessors at 75 %. An estimate; the portable
+// kernel's own plans use kernels/sm80/cost.hpp, which knows each of its tiles.
+inline constexpr CostConstants kCostSm80{5.0, 9.2e-7, 7.0e-6, 0.05, 0.8, 2.4e-5, 0.8, 3.0e-5};
 // The same kernel on H100 and H200, about half of what wgmma reaches. An estimate.
-constexpr CostConstants kCostSm90{5.0, 6.2e-7, 5.0e-6, 0.05, 0.8, 2.0e-5, 0.8, 2.4e-5};
+inline constexpr CostConstants kCostSm90{5.0, 6.2e-7, 5.0e-6, 0.05, 0.8, 2.0e-5, 0.8, 2.4e-5};
 // CPU executor, fp32, one thread a core, fitted on an EPYC with AVX-512: 54 to 74 GFLOP/s a core, tile for
 // tile.
-constexpr CostConstants kCostCpu{10.0, 2.6e-5, 3.3e-4, 0.2, 1.0, 5.0e-4, 2.0, 5.0e-4};
+inline constexpr CostConstants kCostCpu{10.0, 2.6e-5, 3.3e-4, 0.2, 1.0, 5.0e-4, 2.0, 5.0e-4};
+
+// Constants that plans are made with: those of this file until a calibration gives others. Each library has
+// its own. Plans may be made meanwhile by other threads, so what was given is never freed: its address tells
+// plans that were made with it from others.
+template <typename Cost>
+class CostInUse {
+ public:
+  constexpr explicit CostInUse(const Cost& cost) : cost_(&cost) {}
+  const Cost& get() const { return *cost_.load(std::memory_order_acquire); }
+  void set(const Cost& cost) { cost_.store(new Cost(cost), std::memory_order_release); }
+
+ private:
+  std::atomic<const Cost*> cost_;
+};
+
+inline constinit CostInUse<CostConstants> cpu_cost{kCostCpu};
+
+// Calls visit(name, number) for every constant.
+template <typename Cost, typename Visit>
+void visit_constants(Cost& c, const Visit& visit)
+  requires std::is_same_v<std::remove_const_t<Cost>, CostConstants>
+{
+  visit("launch_us", c.launch_us);
+  visit("mac_us", c.mac_us);
+  visit("load_us", c.load_us);
+  visit("iter_us", c.iter_us);
+  visit("epilogue_us", c.epilogue_us);
+  visit("epilogue_elem_us", c.epilogue_elem_us);
+  visit("partial_us", c.partial_us);
+  visit("partial_elem_us", c.partial_elem_us);
+}
 
 inline CostConstants cost_constants(std::string_view arch) {
   if (arch == "cpu") return kCostCpu;
@@ -110,7 +146,8 @@ inline double predict_us(const Schedule& s, const TileShape& t, const CostConsta
     longest = std::max(longest, n.iterations * iter + n.epilogues * epilogue +
                                     (n.partials_written + n.partials_added) * partial);
   }
-  return c.launch_us + longest * ceil_div(s.workers, max64(1, multiprocessors));
+  const double once = c.launch_us + (s.num_slots > 0 ? c.clear_us : 0.0);
+  return once + longest * ceil_div(s.workers, max64(1, multiprocessors));
 }
 
 }  // namespace tpk

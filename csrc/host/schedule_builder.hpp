@@ -262,32 +262,41 @@ inline void check_ticket(const Schedule& s, int64_t ticket) {
 // Keeps every sum and product below 2^63. The largest are (least share + handicap) * workers, at most 2^61
 // for either term, and tiles * k_iters + handicapped * handicap, at most the same.
 inline void check_options(int64_t tiles, int64_t k_iters, const ScheduleOptions& o) {
-  require(tiles >= 0, "tiles must not be negative, but it is " + std::to_string(tiles) + ".");
-  require(k_iters >= 1, "k_iters must be at least 1, but it is " + std::to_string(k_iters) + ".");
-  require(tiles <= std::numeric_limits<int64_t>::max() / 4 / k_iters,
-          "tiles * k_iters must stay below 2^61, but it is " + std::to_string(tiles) + " * " +
-              std::to_string(k_iters) + ": use larger tiles.");
+  // Plans are made by the hundred: sentences only where they are needed.
+  require(tiles >= 0, [&] { return "tiles must not be negative, but it is " + std::to_string(tiles) + "."; });
+  require(k_iters >= 1,
+          [&] { return "k_iters must be at least 1, but it is " + std::to_string(k_iters) + "."; });
+  require(tiles <= std::numeric_limits<int64_t>::max() / 4 / k_iters, [&] {
+    return "tiles * k_iters must stay below 2^61, but it is " + std::to_string(tiles) + " * " +
+           std::to_string(k_iters) + ": use larger tiles.";
+  });
   check_count("workers", o.workers);
   check_count("min_iters", o.min_iters);
   check_count("splits", o.splits);
-  require(o.comm_workers >= 0 && o.comm_workers <= o.workers,
-          "comm_workers must lie between 0 and workers (" + std::to_string(o.workers) + "), but it is " +
-              std::to_string(o.comm_workers) + ".");
-  require(o.comm_iters >= 0 && o.comm_iters <= std::numeric_limits<int64_t>::max() / 4 / o.workers,
-          "comm_iters must not be negative, nor beyond 2^61 / workers, but it is " +
-              std::to_string(o.comm_iters) + ".");
+  require(o.comm_workers >= 0 && o.comm_workers <= o.workers, [&] {
+    return "comm_workers must lie between 0 and workers (" + std::to_string(o.workers) + "), but it is " +
+           std::to_string(o.comm_workers) + ".";
+  });
+  require(o.comm_iters >= 0 && o.comm_iters <= std::numeric_limits<int64_t>::max() / 4 / o.workers, [&] {
+    return "comm_iters must not be negative, nor beyond 2^61 / workers, but it is " +
+           std::to_string(o.comm_iters) + ".";
+  });
   for (const int64_t n : o.shard_tiles) {
-    require(n >= 0, "shard_tiles must not be negative, but one is " + std::to_string(n) + ".");
+    require(n >= 0,
+            [&] { return "shard_tiles must not be negative, but one is " + std::to_string(n) + "."; });
   }
   int64_t sum = 0;
   for (const int64_t n : o.shard_tiles) {
-    require(n <= tiles - sum, "shard_tiles must add up to the number of tiles (" + std::to_string(tiles) +
-                                  "), but they add up to more.");
+    require(n <= tiles - sum, [&] {
+      return "shard_tiles must add up to the number of tiles (" + std::to_string(tiles) +
+             "), but they add up to more.";
+    });
     sum += n;
   }
-  require(o.shard_tiles.empty() || sum == tiles, "shard_tiles must add up to the number of tiles (" +
-                                                     std::to_string(tiles) + "), but they add up to " +
-                                                     std::to_string(sum) + ".");
+  require(o.shard_tiles.empty() || sum == tiles, [&] {
+    return "shard_tiles must add up to the number of tiles (" + std::to_string(tiles) +
+           "), but they add up to " + std::to_string(sum) + ".";
+  });
 }
 
 }  // namespace detail

@@ -47,12 +47,17 @@ struct TileOrder {
   // Tile at a position, 0 <= position < size().
   TPK_HD TileCoord at(int64_t position) const {
     const int64_t row_tiles = batch * tiles_n;  // tiles in one row of tiles, over all batches
-    int64_t begin = 0;
-    int64_t end = num_bands > 0 ? band_end[0] : tiles_m;
-    for (int64_t i = 1; i < num_bands && position >= end * row_tiles; ++i) {
-      begin = end;
-      end = band_end[i];
+    int64_t band = 0;                           // the first that ends behind the position
+    for (int64_t high = num_bands - 1; band < high;) {
+      const int64_t middle = (band + high) / 2;
+      if (position < band_end[middle] * row_tiles) {
+        high = middle;
+      } else {
+        band = middle + 1;
+      }
     }
+    const int64_t begin = band > 0 ? band_end[band - 1] : 0;
+    const int64_t end = num_bands > 0 ? band_end[band] : tiles_m;
     const int64_t in_band = position - begin * row_tiles;
     const int64_t per_batch = (end - begin) * tiles_n;
     const Division batch_of = divide(in_band, per_batch);

@@ -1,11 +1,11 @@
 // One call of a GPU product, as the op hands it to the kernels of an architecture. Pure C++: no torch, so
 // that libraries with different kernels share it and a test can make one by hand.
 //
-//   v   = alpha * (A * B)                          fp32; A * B: the sum of all pairs' products
-//   v   = the sum over ranks                       own rows of a departure: see kernels/gemm_hooks.hpp
-//   v  += bias                                     pre-activation, stored as preact if asked for
-//   v   = activation(v)
-//   v   = activation(alpha * (A * gate)) * v       where there is a gate; bias and preact are refused then,
+//   v   = alpha * (A * B)                          fp32, fp64 of fp64 operands; A * B: the sum of all pairs'
+//   products v   = the sum over ranks                       own rows of a departure: see
+//   kernels/gemm_hooks.hpp v  += bias                                     pre-activation, stored as preact if
+//   asked for v   = activation(v) v   = activation(alpha * (A * gate)) * v       where there is a gate; bias
+//   and preact are refused then,
 //                                                  and the activation applies to the gate alone
 //   v  += residual
 //   v  += out                                      where accumulate is set
@@ -19,6 +19,8 @@
 #include "host/problem.hpp"
 #include "kernels/gemm_hooks.hpp"
 #include "kernels/gemm_types.hpp"
+#include "kernels/grouped_rows.hpp"
+#include "kernels/scaled_call.hpp"
 
 namespace tpk {
 
@@ -38,13 +40,14 @@ struct GemmCall {
   Pair more[kMaxPairs - 1];  // behind a and b; the Hopper kernel alone takes them, and without gate
   int num_more = 0;
   Matrix gate;      // [batch, K, N]
-  Matrix bias;      // [N]: only col_stride counts
+  Matrix bias;      // [batch, N], of groups [matrices, N]: row_stride does not count
   Matrix residual;  // [batch, M, N]
   Matrix out;       // [batch, M, N]
   Matrix preact;    // [batch, M, N], kind of out
-  float alpha = 1.0f;
+  double alpha = 1.0;
   Activation activation = Activation::kNone;
   bool accumulate = false;
+  const ScaledOperands* scaled = nullptr;  // Element::kFp8: what a and b are; the Hopper kernel alone
 
   // The plan that is asked for: see host/schedule_builder.hpp. tile "" means the cheapest.
   std::string_view schedule = "auto";
@@ -53,6 +56,9 @@ struct GemmCall {
   int64_t splits = 1;
 
   const GemmHooks* hooks = nullptr;  // null: none
+  // Not null: a grouped product. problem.batch is 1, problem.m of all rows, and b [matrices, K, N]. The
+  // Hopper kernel alone takes it, without hooks, more and gate.
+  const GroupedRows* groups = nullptr;
 
   int device = 0;
   int multiprocessors = 0;  // of the device, or fewer to leave some free

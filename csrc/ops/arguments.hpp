@@ -45,7 +45,7 @@ inline View view_of(const char* name, const torch::stable::Tensor& t) {
   v.strides = t.strides().data();
   v.type = t.scalar_type();
   v.element_bytes = static_cast<int64_t>(t.element_size());
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(t.get(), &v.device_type));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(t.get(), &v.device_type));
   v.device_index = t.get_device_index();
   return v;
 }

@@ -38,12 +38,12 @@ inline Plan cpu_plan(const char* op, const Problem& p, const std::string& schedu
   TPK_REQUIRE(workers >= 0, op, ": workers must not be negative (0: one per thread), but it is ", workers,
               ".");
   TPK_REQUIRE(splits >= 1, op, ": splits must be at least 1, but it is ", splits, ".");
-  using Key =
-      std::tuple<int64_t, int64_t, int64_t, int64_t, std::string, int64_t, int64_t, std::string, int64_t>;
+  using Key = std::tuple<int64_t, int64_t, int64_t, int64_t, std::string, int64_t, int64_t, std::string,
+                         int64_t, const CostConstants*>;
   static std::mutex mutex;
   static std::map<Key, Plan> plans;
   const int64_t threads = cpu_threads(most_threads);
-  const Key key{p.batch, p.m, p.n, p.k, schedule, workers, splits, tile, threads};
+  const Key key{p.batch, p.m, p.n, p.k, schedule, workers, splits, tile, threads, &cpu_cost.get()};
   const std::lock_guard lock(mutex);
   if (const auto found = plans.find(key); found != plans.end()) return found->second;
   constexpr size_t kMostPlans = 4096;

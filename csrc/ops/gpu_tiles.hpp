@@ -15,11 +15,12 @@ namespace tpk::ops {
 inline bool is_hopper_tile(std::string_view text) { return !text.empty() && sm90a::is_tile_name(text); }
 
 // Throws std::invalid_argument with a sentence unless some kernel has the tile; "" leaves the choice.
-inline void check_gpu_tile(std::string_view text) {
+inline void check_gpu_tile(std::string_view text, Element element) {
   if (text.empty() || is_hopper_tile(text)) return;
   try {
-    tiles_named(text, sm80::kTileShapes);
+    tiles_named(text, sm80::tile_shapes(element));
   } catch (const std::invalid_argument& error) {
+    if (element != Element::kBf16 && element != Element::kFp16) throw;
     std::string names;
     for (int t = 0; t < sm90a::kNumTiles; ++t) {
       names += (names.empty() ? "" : ", ") + sm90a::name(static_cast<sm90a::TileId>(t));

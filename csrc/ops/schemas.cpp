@@ -2,8 +2,8 @@
 // in Python (tpkernels/ops/), because the stable ABI has neither SymInt nor process groups.
 //
 // An op never returns an alias of an argument: ops that write into an argument return nothing. Ops with a
-// gradient have no default arguments: torch 2.11 strips trailing arguments that equal their defaults, and its
-// Python autograd then expects as many gradients fewer.
+// gradient have no default arguments: torch 2.11 strips trailing arguments that equal their defaults, and
+// their kernel for the key Autograd (tpkernels/ops/_autograd.py) wants all of them.
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(tpkernels, m) {
@@ -13,6 +13,16 @@ STABLE_TORCH_LIBRARY(tpkernels, m) {
       "matmul(Tensor a, Tensor b, Tensor? gate, Tensor? bias, Tensor? residual, float alpha, "
       "str activation, ScalarType? out_dtype, bool return_preact, str path) -> Tensor[]");
   m.def("matmul_accumulate(Tensor a, Tensor b, Tensor(c!) acc, str path) -> ()");
+  // group_sizes[g] rows of a by b[g], and the gradient of b, or the sum with it: a_g^T dy_g [groups, K, N],
+  // transposed: stored [groups, N, K]. grouped_matmul returns as matmul does.
+  m.def(
+      "grouped_matmul(Tensor a, Tensor b, Tensor? bias, SymInt[] group_sizes, str activation, "
+      "ScalarType? out_dtype, bool return_preact, str path) -> Tensor[]");
+  m.def(
+      "grouped_weight_grad(Tensor a, Tensor dy, SymInt[] group_sizes, bool transposed, str path) -> Tensor");
+  m.def(
+      "grouped_weight_grad_accumulate(Tensor a, Tensor dy, Tensor(c!) acc, SymInt[] group_sizes, "
+      "str path) -> ()");
 
   // Products fused with a collective over the process group named group_name. biases[i] belongs to
   // bs[bias_of[i]] (autograd cannot differentiate Tensor?[]).
@@ -29,6 +39,28 @@ STABLE_TORCH_LIBRARY(tpkernels, m) {
   m.def(
       "matmul_all_reduce(Tensor[] a, Tensor[] b, Tensor? bias, Tensor? residual, str group_name, "
       "ScalarType? out_dtype, str path) -> Tensor");
+
+  // Products of FP8 operands with the float32 scales that they were divided by (tpkernels/fp8/_quantize.py),
+  // and the three with a collective: what is gathered travels in FP8, sums travel in out_dtype. a [..., K], b
+  // [K, N]; scale_a of one element, [..., 1] or [..., ceil(K / 128)]; scale_b of one, [1, N], [ceil(K / 128),
+  // N] or [ceil(K / 128), ceil(N / 128)]. fast_accumulation: sums are not promoted to float32 every 128 of K.
+  // No gradients. all_gather_scaled_matmul returns the products, then, if asked for, what was gathered: data,
+  // scale.
+  m.def(
+      "scaled_matmul(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias, ScalarType out_dtype, "
+      "bool fast_accumulation, str path) -> Tensor");
+  m.def(
+      "all_gather_scaled_matmul(Tensor a_shard, Tensor scale_a, Tensor[] bs, Tensor[] scale_bs, "
+      "Tensor[] biases, int[] bias_of, int gather_dim, SymInt[]? shard_sizes, str group_name, "
+      "ScalarType out_dtype, bool fast_accumulation, bool return_gathered, str path) -> Tensor[]");
+  m.def(
+      "scaled_matmul_reduce_scatter(Tensor[] a, Tensor[] b, Tensor[] scale_a, Tensor[] scale_b, Tensor? "
+      "bias, "
+      "Tensor? residual, int scatter_dim, SymInt[]? shard_sizes, str group_name, ScalarType out_dtype, "
+      "bool fast_accumulation, str path) -> Tensor");
+  m.def(
+      "scaled_matmul_all_reduce(Tensor[] a, Tensor[] b, Tensor[] scale_a, Tensor[] scale_b, Tensor? bias, "
+      "Tensor? residual, str group_name, ScalarType out_dtype, bool fast_accumulation, str path) -> Tensor");
 
   // Gradients of the two, those that are wanted in the order of the arguments: products with what is gathered
   // read it where it came to.
@@ -62,11 +94,29 @@ STABLE_TORCH_LIBRARY(tpkernels, m) {
   // may be out itself (the same view), else it shares no memory with it. schedule is a name of
   // host/schedule_builder.hpp or 'auto'; workers = 0 means as many as run at once; tile is the name of one of
   // the device's tiles ("128x128x32" is BM x BN x BK, "128x256x64/2x1" names a cluster too), '' leaves the
-  // choice to the cost model. multiprocessors = 0 means all; on the CPU it bounds the threads.
+  // choice to the cost model. multiprocessors = 0 means all; on the CPU it bounds the threads. allow_tf32:
+  // factors of float32 may be rounded to TF32, which CUDA does then.
   m.def(
       "streamk_gemm(Tensor a, Tensor b, Tensor? bias, Tensor(o!) out, Tensor(p!)? preact, str activation, "
       "bool accumulate, str schedule='auto', int workers=0, int splits=1, str tile='', Tensor? gate=None, "
-      "Tensor? residual=None, float alpha=1.0, int multiprocessors=0) -> ()");
+      "Tensor? residual=None, float alpha=1.0, int multiprocessors=0, bool allow_tf32=False) -> ()");
+  // Rows of a [rows, K] in groups, group_sizes[g] of them multiplied by b[g] [K, N]: out and preact [rows,
+  // N], bias [groups, N], any strides; otherwise as above. One launch of the Hopper kernel for up to 64
+  // groups that have rows; elsewhere, and where it cannot load an operand, a product for each of them.
+  m.def(
+      "streamk_gemm_grouped(Tensor a, Tensor b, Tensor? bias, Tensor(o!) out, Tensor(p!)? preact, "
+      "str activation, int[] group_sizes, str schedule='auto', int workers=0, int splits=1, str tile='', "
+      "int multiprocessors=0) -> ()");
+  // out = (sum over k of a * scale_a * b * scale_b) + bias, by the Hopper kernel, in _C_sm90a. a [M, K], b
+  // [K, N]: float8_e4m3fn or float8_e5m2 each, K contiguous in both, rows multiples of 16 bytes apart. Scales
+  // are float32, of any strides: scale_a of one element, [M, 1] or [M, ceil(K / 128)], scale_b of one, [1,
+  // N], [ceil(K / 128), N] or [ceil(K / 128), ceil(N / 128)]. bias [N]; out [M, N], bfloat16, float16 or
+  // float32. fast_accumulation leaves sums in the tensor cores' accumulators of some 14 bits; else they are
+  // promoted to float32 every 128 of K. The rest as above; tiles are 128x256x128 and 128x128x128.
+  m.def(
+      "scaled_gemm(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias, Tensor(o!) out, "
+      "bool fast_accumulation, str schedule='auto', int workers=0, int splits=1, str tile='', "
+      "int multiprocessors=0) -> ()");
   // A plain product tied to flags, in _C_sm90a: what the fused operations are made of. Rows of a that
   // arrive in blocks (arrival_rows: their ends; slab_k: in slabs of K too) are not read before their flag has
   // reached the epoch; blocks of out's rows (bell_rows) set their bell to 1 when they are in memory. Words
@@ -142,16 +192,27 @@ STABLE_TORCH_LIBRARY(tpkernels, m) {
   m.def("nvshmem_map(int[] addresses, int[] pes, int rank, int bytes) -> ()");
   m.def("nvshmem_versions() -> int[]");
   // What streamk_gemm would do, without doing it; device is "cpu", "sm80", "sm90" (the Hopper kernel; "cuda"
-  // is the same) or "sm90-portable", multiprocessors = 0 means 108 and 132: (schedule name, [bm, bn, bk,
-  // tiles, k_iters, workers, splits, partial tiles, cluster m, cluster n, cluster k, 1 if the tile is
+  // is the same), "sm90-portable", or, for what scaled_gemm would do, "sm90-fp8", "sm90-fp8-fast" or
+  // "sm90-fp8-blocks" (scales of blocks along K); multiprocessors = 0 means 108 and 132: (schedule name, [bm,
+  // bn, bk, tiles, k_iters, workers, splits, partial tiles, cluster m, cluster n, cluster k, 1 if the tile is
   // swapped], predicted us). bm and bn are of a CTA; tiles, k_iters, workers and partial tiles count
   // clusters. gated: there is a gate, for which the Hopper kernel takes half of the columns of each tile, and
   // the others a second product with the same plan. finishes: there is a bias, residual, preact or
   // activation, or an output of 2 bytes is added to; outer_major: K is contiguous in neither operand. The
-  // Hopper kernel alone counts the time that these take.
+  // Hopper kernel alone counts the time that these take. group_sizes, if there are any: of
+  // streamk_gemm_grouped, whose sum is m. Where it makes several launches: the plan of the longest, with
+  // tiles, partial tiles and time of all. dtype: of the operands of the other devices, "bfloat16", "float16",
+  // "float32", "tf32" (float32 with allow_tf32) or "float64"; "cuda" is the kernel that the dtype gets on
+  // Hopper. The CPU's plans are the same for all.
   m.def(
       "streamk_plan(int batch, int m, int n, int k, str device, str schedule='auto', int workers=0, "
       "int splits=1, int multiprocessors=0, str tile='', bool gated=False, bool finishes=False, "
-      "bool outer_major=False) -> (str, int[], float)");
+      "bool outer_major=False, int[] group_sizes=[], str dtype='bfloat16') -> (str, int[], float)");
+  // Constants of the cost models that plans are made with, as text: host/cost_text.hpp. device: "cpu" or
+  // "sm90". set_plan_cost with "": those that the library came with. sm90a_set_cost is the same for launches
+  // of _C_sm90a, which has its own copy.
+  m.def("plan_cost(str device) -> str");
+  m.def("set_plan_cost(str device, str text) -> ()");
+  m.def("sm90a_set_cost(str text) -> ()");
   m.def("build_info() -> str");
 }

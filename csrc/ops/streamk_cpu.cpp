@@ -8,10 +8,13 @@
 #include <new>
 #include <optional>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "kernels/cpu/gemm.hpp"
 #include "ops/cpu_threads.hpp"
 #include "ops/gemm_arguments.hpp"
+#include "ops/grouped_arguments.hpp"
 
 namespace {
 
@@ -20,6 +23,7 @@ using torch::stable::Tensor;
 using tpk::cpu::DType;
 using tpk::cpu::MatrixView;
 using tpk::ops::GemmArguments;
+using tpk::ops::GroupedArguments;
 using tpk::ops::View;
 
 constexpr const char* kOp = "streamk_gemm";
@@ -63,11 +67,34 @@ std::chrono::milliseconds timeout() {
   return std::chrono::milliseconds(static_cast<int64_t>(tpk::ops::timeout_seconds(600.0) * 1e3));
 }
 
+// The product with its plan.
+void run(const char* op, const tpk::cpu::GemmArgs& args, const std::string& schedule, int64_t workers,
+         int64_t splits, const std::string& tile, int64_t multiprocessors) {
+  tpk::cpu::ExecutorOptions options;
+  options.threads = tpk::ops::cpu_threads(multiprocessors);
+  options.timeout = timeout();
+  options.launch = [](int64_t threads, const std::function<void()>& body) {
+    // torch's own pool: its threads are awake. Inside another parallel region it runs body() once, which is
+    // enough: tickets make a plan finish with any number of threads.
+    torch::stable::parallel_for(0, threads, 1, [&](int64_t, int64_t) { body(); });
+  };
+  const tpk::Plan plan =
+      tpk::ops::cpu_plan(op, args.problem, schedule, workers, splits, tile, multiprocessors);
+  try {
+    tpk::cpu::streamk_gemm(args, plan, options);
+  } catch (const std::bad_alloc&) {
+    TPK_REQUIRE(false, op, ": there is no memory for ", plan.schedule.num_slots, " partial tiles of ",
+                plan.tile.bm, " x ", plan.tile.bn,
+                args.gate.data != nullptr ? " and a copy of the output" : "",
+                ": take fewer splits, or schedule 'hybrid_first'.");
+  }
+}
+
 void streamk_gemm(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias, const Tensor& out,
                   const std::optional<Tensor>& preact, const std::string& activation, bool accumulate,
                   const std::string& schedule, int64_t workers, int64_t splits, const std::string& tile,
                   const std::optional<Tensor>& gate, const std::optional<Tensor>& residual, double alpha,
-                  int64_t multiprocessors) {
+                  int64_t multiprocessors, bool /*allow_tf32*/) {
   const GemmArguments g = tpk::ops::check_gemm(rules(), a, b, bias, out, preact, gate, residual, workers,
                                                splits, multiprocessors);
   tpk::cpu::GemmArgs args;
@@ -85,25 +112,50 @@ void streamk_gemm(const Tensor& a, const Tensor& b, const std::optional<Tensor>&
   args.activation = tpk::ops::parse_activation(kOp, activation);
   args.accumulate = accumulate;
   if (g.out.is_empty()) return;
+  run(kOp, args, schedule, workers, splits, tile, multiprocessors);
+}
 
-  tpk::cpu::ExecutorOptions options;
-  options.threads = tpk::ops::cpu_threads(multiprocessors);
-  options.timeout = timeout();
-  options.launch = [](int64_t threads, const std::function<void()>& body) {
-    // torch's own pool: its threads are awake. Inside another parallel region it runs body() once, which is
-    // enough: tickets make a plan finish with any number of threads.
-    torch::stable::parallel_for(0, threads, 1, [&](int64_t, int64_t) { body(); });
-  };
-  const tpk::Plan plan = tpk::ops::cpu_plan(kOp, g.problem, schedule, workers, splits, tile, multiprocessors);
-  try {
-    tpk::cpu::streamk_gemm(args, plan, options);
-  } catch (const std::bad_alloc&) {
-    TPK_REQUIRE(false, kOp, ": there is no memory for ", plan.schedule.num_slots, " partial tiles of ",
-                plan.tile.bm, " x ", plan.tile.bn, g.gate.exists() ? " and a copy of the output" : "",
-                ": take fewer splits, or schedule 'hybrid_first'.");
-  }
+// m from a row and a matrix of its batch on.
+MatrixView part_of(MatrixView m, const View& t, int64_t matrix, int64_t row) {
+  if (m.data == nullptr) return m;
+  m.data = static_cast<char*>(m.data) + (matrix * m.stride[0] + row * m.stride[1]) * t.element_bytes;
+  return m;
+}
+
+// A product for each group, on all threads.
+void streamk_gemm_grouped(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias,
+                          const Tensor& out, const std::optional<Tensor>& preact,
+                          const std::string& activation, const std::vector<int64_t>& group_sizes,
+                          const std::string& schedule, int64_t workers, int64_t splits,
+                          const std::string& tile, int64_t multiprocessors) {
+  tpk::ops::GemmRules rules_of_groups = rules();
+  rules_of_groups.op = "streamk_gemm_grouped";
+  const GroupedArguments g = tpk::ops::check_grouped(rules_of_groups, a, b, bias, out, preact, group_sizes,
+                                                     workers, splits, multiprocessors);
+  tpk::cpu::GemmArgs all;
+  all.problem = g.problem;
+  all.a = matrix_of(g.a);
+  all.b = matrix_of(g.b);
+  all.bias = matrix_of(g.bias);
+  all.out = matrix_of(g.out);
+  all.preact = matrix_of(g.preact);
+  all.activation = tpk::ops::parse_activation(rules_of_groups.op, activation);
+  if (g.out.is_empty()) return;
+  tpk::ops::for_each_group(group_sizes, [&](int64_t group, int64_t begin, int64_t rows) {
+    tpk::cpu::GemmArgs args = all;
+    args.problem.m = rows;
+    args.a = part_of(all.a, g.a, 0, begin);
+    args.b = part_of(all.b, g.b, group, 0);
+    args.bias = part_of(all.bias, g.bias, 0, group);
+    args.out = part_of(all.out, g.out, 0, begin);
+    args.preact = part_of(all.preact, g.preact, 0, begin);
+    run(rules_of_groups.op, args, schedule, workers, splits, tile, multiprocessors);
+  });
 }
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(tpkernels, CPU, m) { m.impl("streamk_gemm", TORCH_BOX(&streamk_gemm)); }
+STABLE_TORCH_LIBRARY_IMPL(tpkernels, CPU, m) {
+  m.impl("streamk_gemm", TORCH_BOX(&streamk_gemm));
+  m.impl("streamk_gemm_grouped", TORCH_BOX(&streamk_gemm_grouped));
+}

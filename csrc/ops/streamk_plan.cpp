@@ -2,16 +2,33 @@
 // it runs on any machine: the plan of a CUDA product needs no GPU.
 #include <torch/csrc/stable/library.h>
 
+#include <algorithm>
+#include <limits>
 #include <string>
 #include <tuple>
 #include <vector>
 
+#include "kernels/grouped_calls.hpp"
 #include "kernels/sm80/plan.hpp"
 #include "kernels/sm90a/plan.hpp"
 #include "ops/cpu_threads.hpp"
 #include "ops/sentence.hpp"
 
 namespace {
+
+using tpk::sm90a::Product;
+
+// What a name of the Hopper kernel's device says of operands.
+Product product_of(const std::string& device) {
+  return device == "sm90-fp8"          ? Product::kPromoted
+         : device == "sm90-fp8-fast"   ? Product::kFast
+         : device == "sm90-fp8-blocks" ? Product::kBlocks
+                                       : Product::kHalf;
+}
+
+bool is_hopper(const std::string& device) {
+  return device == "sm90" || device == "cuda" || product_of(device) != Product::kHalf;
+}
 
 struct Found {
   tpk::Plan plan;
@@ -27,36 +44,59 @@ Found as_often(tpk::Plan plan, const tpk::sm90a::Demands& demands) {
   return {plan, plan.tile, {}};
 }
 
+bool is_half(tpk::Element element) {
+  return element == tpk::Element::kBf16 || element == tpk::Element::kFp16;
+}
+
 // A CUDA plan assumes what the device holds when it is empty, and for the portable kernel the residency of
 // the vector kernels; operands that need element loads, and cards with little shared memory, may get another.
-Found find(const tpk::Problem& p, const std::string& device, const std::string& schedule, int64_t workers,
-           int64_t splits, int64_t multiprocessors, const std::string& tile,
-           const tpk::sm90a::Demands& demands) {
+Found find(const tpk::Problem& p, tpk::Element element, const std::string& device,
+           const std::string& schedule, int64_t workers, int64_t splits, int64_t multiprocessors,
+           const std::string& tile, const tpk::sm90a::Demands& demands,
+           const tpk::GroupedRows* groups = nullptr) {
   if (device == "cpu") {
     return as_often(tpk::ops::cpu_plan("streamk_plan", p, schedule, workers, splits, tile), demands);
   }
   try {
-    if (device == "sm90" || device == "cuda") {
+    const bool half = is_half(element);
+    TPK_REQUIRE(half || device == "cuda" || !is_hopper(device), "streamk_plan: the Hopper kernel, device '",
+                device, "', takes bfloat16 and float16: ask for device 'sm90-portable'.");
+    if (half && is_hopper(device)) {
       const auto residency = tpk::sm90a::full_residency(multiprocessors > 0 ? multiprocessors : 132);
-      const auto g = tpk::sm90a::plan_gemm(p, schedule, workers, splits, tile, demands, residency);
+      const auto g =
+          tpk::sm90a::plan_gemm(p, schedule, workers, splits, tile, demands, residency, {}, groups);
       return {g.plan, tpk::sm90a::kTileShapes[static_cast<int>(g.tile)], g.cluster, is_swapped(g.tile)};
     }
     const bool sm80 = device == "sm80";
     const int64_t count = multiprocessors > 0 ? multiprocessors : sm80 ? 108 : 132;
-    const tpk::CostConstants& cost = sm80 ? tpk::kCostSm80 : tpk::kCostSm90;
-    return as_often(tpk::sm80::plan_gemm(p, count, cost, schedule, workers, splits, tile).plan, demands);
+    const auto generation = sm80 ? tpk::sm80::Generation::kAmpere : tpk::sm80::Generation::kHopper;
+    const auto g = tpk::sm80::plan_gemm(p, element, generation, count, schedule, workers, splits, tile,
+                                        tpk::sm80::full_residency(element));
+    return as_often(g.plan, demands);
   } catch (const std::invalid_argument& error) {
     throw std::runtime_error(tpk::ops::sentence("streamk_plan: ", error.what()));
   }
 }
 
+tpk::Element parse_element(const std::string& dtype) {
+  if (dtype == "bfloat16") return tpk::Element::kBf16;
+  if (dtype == "float16") return tpk::Element::kFp16;
+  if (dtype == "float32") return tpk::Element::kFp32;
+  if (dtype == "tf32") return tpk::Element::kTf32;
+  TPK_REQUIRE(
+      dtype == "float64",
+      "streamk_plan: dtype must be 'bfloat16', 'float16', 'float32', 'tf32' or 'float64', but it is '", dtype,
+      "'.");
+  return tpk::Element::kFp64;
+}
+
 std::tuple<std::string, std::vector<int64_t>, double> streamk_plan(
     int64_t batch, int64_t m, int64_t n, int64_t k, const std::string& device, const std::string& schedule,
     int64_t workers, int64_t splits, int64_t multiprocessors, const std::string& tile, bool gated,
-    bool finishes, bool outer_major) {
-  TPK_REQUIRE(device == "sm80" || device == "cpu" || device == "cuda" || device == "sm90" ||
-                  device == "sm90-portable",
-              "streamk_plan: device must be 'cpu', 'cuda', 'sm80', 'sm90' or 'sm90-portable', but it is '",
+    bool finishes, bool outer_major, const std::vector<int64_t>& group_sizes, const std::string& dtype) {
+  TPK_REQUIRE(device == "sm80" || device == "cpu" || device == "sm90-portable" || is_hopper(device),
+              "streamk_plan: device must be 'cpu', 'cuda', 'sm80', 'sm90', 'sm90-portable', 'sm90-fp8', "
+              "'sm90-fp8-fast' or 'sm90-fp8-blocks', but it is '",
               device, "'.");
   TPK_REQUIRE(batch >= 0 && m >= 0 && n >= 0 && k >= 0,
               "streamk_plan: batch, m, n and k must not be negative, but they are ", batch, ", ", m, ", ", n,
@@ -64,13 +104,44 @@ std::tuple<std::string, std::vector<int64_t>, double> streamk_plan(
   TPK_REQUIRE(workers >= 0 && multiprocessors >= 0,
               "streamk_plan: workers and multiprocessors must not be negative, but they are ", workers,
               " and ", multiprocessors, ".");
-  const Found f = find({m, n, k, batch}, device, schedule, workers, splits, multiprocessors, tile,
-                       {gated, gated || finishes, outer_major});
+  const tpk::Element element = parse_element(dtype);
+  int64_t rows = 0;
+  for (const int64_t size : group_sizes) {
+    TPK_REQUIRE(size >= 0, "streamk_plan: group_sizes must not be negative, but one is ", size, ".");
+    rows += size;
+  }
+  TPK_REQUIRE(group_sizes.empty() || (rows == m && rows <= std::numeric_limits<int32_t>::max()),
+              "streamk_plan: group_sizes must add up to m = ", m, ", below 2^31, but they add up to ", rows,
+              ".");
+  const auto plan_of = [&](int64_t of_m, int64_t matrices, const tpk::GroupedRows* groups) {
+    return find({of_m, n, k, batch}, element, device, schedule, workers, splits, multiprocessors, tile,
+                {gated, gated || finishes, outer_major, matrices, product_of(device)}, groups);
+  };
+  std::vector<Found> launches;
+  if (is_half(element) && is_hopper(device)) {
+    for (const tpk::GroupedRows& groups : tpk::grouped_calls(group_sizes))
+      launches.push_back(plan_of(groups.num_rows(), groups.count, &groups));
+  } else {
+    for (const int64_t size : group_sizes) {
+      if (size > 0) launches.push_back(plan_of(size, 1, nullptr));
+    }
+  }
+  if (launches.empty()) launches.push_back(plan_of(m, 1, nullptr));
+  int64_t tiles = 0;
+  int64_t slots = 0;
+  double predicted_us = 0;
+  for (const Found& f : launches) {
+    tiles += f.plan.order.size();
+    slots += f.plan.schedule.num_slots;
+    predicted_us += f.plan.predicted_us;
+  }
+  const Found& f = *std::max_element(launches.begin(), launches.end(), [](const Found& x, const Found& y) {
+    return x.plan.predicted_us < y.plan.predicted_us;
+  });
   const tpk::Schedule& s = f.plan.schedule;
-  std::vector<int64_t> numbers{f.tile.bm,   f.tile.bn,   f.tile.bk,     f.plan.order.size(),
-                               s.k_iters,   s.workers,   f.plan.splits, s.num_slots,
-                               f.cluster.m, f.cluster.n, f.cluster.k,   f.swapped};
-  return {tpk::name(f.plan.kind), std::move(numbers), f.plan.predicted_us};
+  std::vector<int64_t> numbers{f.tile.bm,     f.tile.bn, f.tile.bk,   tiles,       s.k_iters,   s.workers,
+                               f.plan.splits, slots,     f.cluster.m, f.cluster.n, f.cluster.k, f.swapped};
+  return {tpk::name(f.plan.kind), std::move(numbers), predicted_us};
 }
 
 }  // namespace

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "kernels/sm90a/cost_names.hpp"
 #include "kernels/sm90a/plan.hpp"
 #include "python/host.hpp"
 
@@ -16,58 +17,16 @@ namespace {
 
 using Constants = std::map<std::string, double>;
 
-constexpr struct {
-  const char* name;
-  double sm90a::HopperCost::* field;
-} kScalars[] = {
-    {"launch_us", &sm90a::HopperCost::launch_us},
-    {"split_launch_us", &sm90a::HopperCost::split_launch_us},
-    {"divided_us", &sm90a::HopperCost::divided_us},
-    {"exchange_us", &sm90a::HopperCost::exchange_us},
-    {"bytes_per_us", &sm90a::HopperCost::bytes_per_us},
-    {"overlap", &sm90a::HopperCost::overlap},
-    {"l2_bytes", &sm90a::HopperCost::l2_bytes},
-    {"publish_us", &sm90a::HopperCost::publish_us},
-    {"add_us", &sm90a::HopperCost::add_us},
-    {"finish_us", &sm90a::HopperCost::finish_us},
-    {"owner_us", &sm90a::HopperCost::owner_us},
-    {"addend_us", &sm90a::HopperCost::addend_us},
-    {"departing_split_us", &sm90a::HopperCost::departing_split_us},
-    {"outer_us", &sm90a::HopperCost::outer_us},
-    {"few_bytes_per_us", &sm90a::HopperCost::few_bytes_per_us},
-    {"meet_us", &sm90a::HopperCost::meet_us},
-    {"meet_more_us", &sm90a::HopperCost::meet_more_us},
-    {"deep_us", &sm90a::HopperCost::deep_us},
-};
-static_assert(sizeof(sm90a::HopperCost) ==
-                  sizeof(double) *
-                      (std::size(kScalars) + sm90a::kNumTiles * sm90a::kNumClusterShapes + sm90a::kNumTiles),
-              "kScalars must name every number of HopperCost.");
-
-// Every constant with its name: "launch_us", "iter_us 128x256x64/2x1", "epilogue_us 128x256x64".
-template <class Cost, class Visit>
-void visit_constants(Cost& cost, const Visit& visit) {
-  for (const auto& scalar : kScalars) visit(scalar.name, cost.*scalar.field);
-  for (int t = 0; t < sm90a::kNumTiles; ++t) {
-    const auto tile = static_cast<sm90a::TileId>(t);
-    visit("epilogue_us " + sm90a::name(tile), cost.epilogue_us[t]);
-    for (int c = 0; c < sm90a::kNumClusterShapes; ++c) {
-      const sm90a::ClusterShape& cluster = sm90a::kClusterShapes[c];
-      if (takes_cluster(tile, cluster)) visit("iter_us " + name(tile, cluster), cost.iter_us[t][c]);
-    }
-  }
-}
-
 Constants to_constants(const sm90a::HopperCost& cost) {
   Constants found;
-  visit_constants(cost, [&](const std::string& name, double value) { found[name] = value; });
+  sm90a::visit_constants(cost, [&](const std::string& name, double value) { found[name] = value; });
   return found;
 }
 
 sm90a::HopperCost to_cost(const Constants& constants) {
   sm90a::HopperCost cost = sm90a::kCostHopper;
   size_t used = 0;
-  visit_constants(cost, [&](const std::string& name, double& value) {
+  sm90a::visit_constants(cost, [&](const std::string& name, double& value) {
     const auto found = constants.find(name);
     detail::require(found != constants.end(),
                     [&] { return "cost must have '" + name + "', but it has not."; });
@@ -88,15 +47,19 @@ std::vector<sm90a::GemmPlan> find(int64_t m, int64_t n, int64_t k, int64_t batch
 }
 
 double predict(int64_t m, int64_t n, int64_t k, int64_t batch, const sm90a::GemmPlan& plan, bool finishes,
-               bool outer_major, int64_t multiprocessors, const Constants& constants) {
+               bool outer_major, int64_t multiprocessors, const sm90a::HopperCost& cost) {
   detail::check_count("multiprocessors", multiprocessors);
   const auto residency = sm90a::full_residency(multiprocessors);
   const int64_t resident =
       residency.clusters[static_cast<int>(plan.tile)][sm90a::cluster_index(plan.cluster)];
   const Schedule& s = plan.plan.schedule;
   return sm90a::predict_us({m, n, k, batch}, s, plan.tile, plan.cluster,
-                           std::min(max64(1, resident), s.workers), {false, finishes, outer_major},
-                           to_cost(constants));
+                           std::min(max64(1, resident), s.workers), {false, finishes, outer_major}, cost);
+}
+
+double predict_with(int64_t m, int64_t n, int64_t k, int64_t batch, const sm90a::GemmPlan& plan,
+                    bool finishes, bool outer_major, int64_t multiprocessors, const Constants& constants) {
+  return predict(m, n, k, batch, plan, finishes, outer_major, multiprocessors, to_cost(constants));
 }
 
 }  // namespace
@@ -123,9 +86,15 @@ void bind_hopper(py::module_& m) {
         py::arg("schedule") = "auto", py::arg("workers") = 0, py::arg("splits") = 1, py::arg("tile") = "",
         py::arg("gated") = false, py::arg("finishes") = false, py::arg("outer_major") = false,
         py::arg("multiprocessors") = 132);
-  m.def("hopper_predict_us", &predict, py::arg("m"), py::arg("n"), py::arg("k"), py::arg("batch") = 1,
-        py::kw_only(), py::arg("plan"), py::arg("finishes") = false, py::arg("outer_major") = false,
-        py::arg("multiprocessors") = 132, py::arg("cost"));
+  // A fit asks often, so that reading a dict each time would take longest.
+  py::class_<sm90a::HopperCost>(m, "HopperCost").def(py::init(&to_cost), py::arg("constants"));
+  const auto def_predict = [&](auto* function) {
+    m.def("hopper_predict_us", function, py::arg("m"), py::arg("n"), py::arg("k"), py::arg("batch") = 1,
+          py::kw_only(), py::arg("plan"), py::arg("finishes") = false, py::arg("outer_major") = false,
+          py::arg("multiprocessors") = 132, py::arg("cost"));
+  };
+  def_predict(&predict);
+  def_predict(&predict_with);
 }
 
 }  // namespace tpk::python

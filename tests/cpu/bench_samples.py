@@ -153,6 +153,63 @@ def _gemm_case(case: str, shape_set: str, m: int, n: int, k: int) -> list[Row]:
     return rows
 
 
+# --- sweep ---------------------------------------------------------------------------------------------------
+
+TILE_NAME = "128x256x64/2x1"
+
+
+def sweep_row(index: int, size: tuple[int, int, int], variant: str, us: float, **more: Any) -> Row:
+    """A row of suite sweep."""
+    m, n, k = size
+    role = "noise" if variant.endswith("again") else "ours" if variant[:4] in ("stre", "auto") else "peer"
+    given: dict[str, Any] = {
+        "params": {"index": index, "m": m, "n": n, "k": k, "layout": "forward"},
+        "case": f"sweep {index:05d} {m}x{n}x{k}",
+        "partner": "cublas" if role == "noise" else "",
+        "flops": 2.0 * m * n * k,
+        "bytes": 2.0 * (m * k + k * n + m * n),
+    }
+    given |= {"op": "matmul", "shape_set": "sweep", "dtype": "bfloat16", "error": 1.7e-3, "tolerance": 3.1e-3}
+    return Row(**{"suite": "sweep", **given, **more}, variant=variant, role=role, us=stats(us), run=RUN)  # type: ignore[arg-type]
+
+
+def sweep_rows(count: int = 40, tiles: bool = False) -> list[Row]:
+    """The bars' sample; ``tiles``: two tiles forced as well, of which the second is 10 % faster than the choice."""
+    from bench.suites.gemm_shapes import sweep
+
+    rows = []
+    for i, shape in enumerate(sweep(count, 0)):
+        size = (shape.m, shape.n, shape.k)
+        waves = math.ceil(shape.m / 128) * math.ceil(shape.n / 256) / SMS
+        plain = gemm_us(*size)
+        streamed = 3.5 + max((plain - 3.5) * 1.06 * max(waves, 0.2) / math.ceil(waves), 2.0)
+        ours = min(plain, streamed)
+        plan = {"schedule": "hybrid_aligned" if streamed < plain else "data_parallel", "tile_name": TILE_NAME}
+        plan |= {
+            "tiles": round(waves * SMS),
+            "k_iters": math.ceil(shape.k / 64),
+            "workers": SMS // 2,
+            "splits": 1,
+        }
+        plan |= {"partial_tiles": SMS if streamed < plain else 0, "multiprocessors": SMS}
+        plan["predicted_us"] = ours * jitter(i, by=0.1)
+        whole = plan | {"schedule": "data_parallel", "partial_tiles": 0, "predicted_us": plain * 1.05}
+        cublas = min(plain, 1.05 * streamed) * jitter(i, by=0.09)
+        told = {"extra": {"plan": plan, "waves": waves}}
+        rows += [
+            sweep_row(i, size, "cublas", cublas),
+            sweep_row(i, size, "streamk", ours, **told),
+            sweep_row(i, size, "streamk:dp-same-tile", plain, extra={"plan": whole, "waves": waves}),
+            sweep_row(i, size, "auto", cublas * jitter("auto", i)),
+        ]
+        if i % 10 == 0:
+            rows.append(sweep_row(i, size, "cublas again", cublas * jitter("again", i)))
+        if tiles:
+            rows.append(sweep_row(i, size, f"streamk:data_parallel@{TILE_NAME}", plain, **told))
+            rows.append(sweep_row(i, size, "streamk:hybrid_aligned@128x128x64/2x1", ours / 1.1, **told))
+    return rows
+
+
 # --- overlap -------------------------------------------------------------------------------------------------
 
 PROJECTIONS = {
@@ -374,7 +431,7 @@ def link_rows(world: int = 4) -> list[Row]:
 
 def rows() -> list[Row]:
     """Rows of every suite."""
-    return [*link_rows(), *gemm_rows(), *overlap_rows(), *layer_rows(), *train_rows()]
+    return [*link_rows(), *gemm_rows(), *sweep_rows(), *overlap_rows(), *layer_rows(), *train_rows()]
 
 
 def few_rows() -> list[Row]:
@@ -382,6 +439,7 @@ def few_rows() -> list[Row]:
     return [
         *link_rows(2),
         *gemm_rows(sweep=6),
+        *sweep_rows(6),
         *overlap_rows((2,), (16, 2048, 8192)),
         *layer_rows(2),
         *train_rows(2),

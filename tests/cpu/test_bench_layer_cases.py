@@ -79,14 +79,17 @@ def test_variants_of_both_devices() -> None:
         names = [v.name for v in suite.variants(Options())]
         assert names == [
             "nccl+cublas", "nccl+cublas-async", "torch-tp", "torch-tp-compiled", "torch-tp-async", "ours",
-            "ours:nccl+streamk",
+            "ours:nccl+streamk", *(["ours:keep_gathered"] if suite is LAYER else []),
+            "ours-styles", "ours-styles-compiled", "ours-async-tp",
         ]  # fmt: skip
         assert suite.baseline(Options()) == "nccl+cublas"
         on_cpu = {v.name for v in suite.variants(Options(device="cpu"))}
         assert {"gloo+blas", "gloo+blas-async", "ours:gloo+streamk"} <= on_cpu
         assert suite.baseline(Options(device="cpu")) in on_cpu
         slow = {v.name for v in suite.variants(Options()) if v.time_limit >= 300}
-        assert slow == {"torch-tp-compiled", "torch-tp-async"}
+        assert slow == {"torch-tp-compiled", "torch-tp-async", "ours-styles-compiled", "ours-async-tp"}
+        # torch's operations are ours in that process.
+        assert [v.name for v in suite.variants(Options()) if v.isolated] == ["ours-async-tp"]
 
 
 def test_listing_imports_no_torch() -> None:

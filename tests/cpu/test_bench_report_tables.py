@@ -205,7 +205,7 @@ def test_every_table_copes_with_what_is_missing():
         for status in ("failed", "skipped", "timeout", "crashed", "error"):
             lost = [dataclasses.replace(r, status=status, us=None, host_us=None) for r in own]
             suite_tables(lost, suite)
-    assert suites_of(rows) == ["link", "gemm", "overlap", "layer", "train"]
+    assert suites_of(rows) == ["link", "gemm", "sweep", "overlap", "layer", "train"]
 
 
 def test_markdown_escapes_and_aligns():

@@ -40,7 +40,8 @@ def test_spills_and_lost_performance_are_found():
 def test_spills_are_allowed_where_accumulators_leave_no_room():
     check = load_script(".ci/check_cuda.py")
     wide = "_ZN3tpk5sm90a19streamk_gemm_kernelINS0_10TileConfigILi256ELi192ELi3ELb0EEE"
-    for name in (wide, wide.replace("Li256E", "Li128E"), wide.replace("Li256E", "Li192E")):
+    scaled = wide.replace("10TileConfigILi256ELi192ELi3ELb0E", "16ScaledTileConfigILi128ELi256ELi4E")
+    for name in (wide, wide.replace("Li256E", "Li128E"), wide.replace("Li256E", "Li192E"), scaled):
         assert check.problems(PTXAS.replace("_Z4gemm", name)) == []
     for other in (
         ("Li192E", "Li128E"),
@@ -76,7 +77,7 @@ def test_local_memory_is_allowed_before_and_after_the_main_loop_only():
     check = load_script(".ci/check_cuda.py")
 
     def judge(text: str) -> list[str]:
-        code = check.read_machine_code(text.splitlines(), "HGMMA")
+        code = check.read_machine_code(text.splitlines(), "x/_C_sm90a.abi3.so")
         assert set(code) == {"_Z11gemm_kernel (sm_90a)", "_Z4copy (sm_90a)"}
         return check.machine_code_problems("x/_C_sm90a.abi3.so", code)
 
@@ -90,11 +91,25 @@ def test_local_memory_is_allowed_before_and_after_the_main_loop_only():
     assert judge(straight) == [complaint.format(1)]  # unrolled: no loop at all
 
 
+def test_a_kernel_of_fp8_has_several_main_loops():
+    check = load_script(".ci/check_cuda.py")
+    loop = SASS.replace("HGMMA.64x256x16.F32.BF16", "QGMMA.64x128x32.F32.E4M3.E4M3").partition("_Z4copy")[0]
+    again = loop.partition('EF_CUDA_SM90"')[2].replace("/*0", "/*1").replace("BRA 0x200", "BRA 0x1200")
+
+    def judge(text: str) -> list[str]:
+        code = check.read_machine_code(text.splitlines(), "HGMMA")
+        return check.machine_code_problems("x/_C_sm90a.abi3.so", code)
+
+    assert judge(loop + again) == []  # what is spilled between the two is in neither
+    inside = again.replace("/*1400*/                   NOP ", "/*1400*/                   STL.64 [R1], R2 ")
+    assert judge(loop + inside) == ["_Z11gemm_kernel (sm_90a) uses local memory 1 times in its main loop"]
+
+
 def test_products_must_use_the_tensor_cores_of_their_library():
     check = load_script(".ci/check_cuda.py")
 
     def judge(library: str, text: str) -> list[str]:
-        code = check.read_machine_code(text.splitlines(), check.needed_instruction(library))
+        code = check.read_machine_code(text.splitlines(), library)
         return check.machine_code_problems(library, code)
 
     ampere = SASS.replace("HGMMA.64x256x16", "HMMA.16816")
@@ -104,6 +119,22 @@ def test_products_must_use_the_tensor_cores_of_their_library():
     assert judge("_C_sm90a.so", SASS.replace("gemm", "gem")) == [
         "_C_sm90a.so has no kernel with 'gemm' in its name"
     ]
+
+
+def test_wide_operands_have_instructions_of_their_own():
+    check = load_script(".ci/check_cuda.py")
+    name = "_ZN3tpk4sm8019streamk_gemm_kernelINS0_10TileConfigILNS_7ElementE{}ELi64ELi64EEEvv"
+    needed = {0: "HMMA.16816", 1: "HMMA.16816", 2: "FFMA", 3: "HMMA.1688", 4: "DMMA.16x8x4"}
+    for element, right in needed.items():
+        for instruction in set(needed.values()):
+            text = SASS.replace("_Z11gemm_kernel", name.format(element)).replace(
+                "HGMMA.64x256x16", instruction
+            )
+            code = check.read_machine_code(text.splitlines(), "_C_sm80.so")
+            found = check.machine_code_problems("_C_sm80.so", code)
+            short = right.partition(".")[0]
+            wrong = [f"{name.format(element)} (sm_90a) has no {short} instruction"]
+            assert found == ([] if instruction.startswith(short) else wrong)
 
 
 def test_kernels_missing_from_an_incremental_log_are_found(tmp_path):

@@ -148,6 +148,30 @@ def test_predicted_time_grows_with_the_product(schedule: str) -> None:
             assert times[0] < times[-1]
 
 
+@pytest.mark.parametrize("sms", [2, 60, 132])
+@pytest.mark.parametrize("device", ["sm90-fp8", "sm90-fp8-fast", "sm90-fp8-blocks"])
+def test_plans_of_fp8(device: str, sms: int) -> None:
+    """Its own tiles, 128 of K an iteration; every iteration once."""
+    for tile in (f"{t}/{c}" for t in ("128x256x128", "128x128x128") for c in ("2x1", "1x2", "1x1")):
+        for (m, n, k), schedule in itertools.product(SHAPES[1:], _host.SCHEDULE_KINDS):
+            kind, numbers, predicted = plan(
+                m, n, k, sms=sms, tile=tile, schedule=schedule, splits=3, device=device
+            )
+            bm, bn, bk, tiles, k_iters, workers, _, partial_tiles, cm, cn = numbers
+            assert ((bm, bn), (cm, cn)) == sizes(tile) and bk == 128 and kind == schedule and predicted > 0
+            assert tiles == -(-m // (bm * cm)) * -(-n // (bn * cn)) and k_iters == -(-k // 128)
+            s = _host.make_schedule(kind, tiles, k_iters, workers=sms // (cm * cn), splits=3)
+            assert (s.workers, s.num_slots) == (workers, partial_tiles)
+
+
+def test_fp8_takes_less_time_than_two_bytes() -> None:
+    """By prediction: fast less than two levels, those less than scales of blocks."""
+    for m, n, k in ((8192, 8192, 8192), (4096, 7168, 2048), (256, 4096, 7168)):
+        devices = ("sm90-fp8-fast", "sm90-fp8", "sm90-fp8-blocks", "sm90")
+        times = [plan(m, n, k, device=device)[2] for device in devices]
+        assert times == sorted(times)
+
+
 def test_plans_are_found_quickly() -> None:
     took = []
     for batch, (m, n, k) in itertools.product((1, 3, 16), SHAPES):
@@ -164,11 +188,13 @@ def test_plans_are_found_quickly() -> None:
         (dict(tile="128x256x64/2x2"), "with or without a cluster such as /2x1, or empty for the cheapest"),
         (dict(tile="128x256x64/"), "tile must be one of"),
         (dict(tile="64x64x32", device="cuda"), "tile must be one of 128x256x64"),
-        (dict(tile="128x256x64", device="sm90-portable"), "tile must be 128x128x32 or 64x64x32"),
+        (dict(tile="128x256x64", device="sm90-portable"), "tile must be 128x256x32, 128x128x32 or 64x64x32"),
         (
             dict(tile="128x192x64", gated=True),
             "tile '128x192x64' takes no gate: its columns cannot be halved",
         ),
+        (dict(tile="128x256x64", device="sm90-fp8"), "tile must be one of 128x256x128, 128x128x128"),
+        (dict(tile="128x256x128"), "tile must be one of 128x256x64"),
         (dict(schedule="hybrid"), "schedule must be one of .* or hybrid_aligned, but it is 'hybrid'"),
         (dict(schedule="split_k", splits=0), "splits must lie between 1 and"),
         (dict(workers=-1), "workers and multiprocessors must not be negative, but they are -1 and 132"),

@@ -84,11 +84,12 @@ def test_parse_rejects(path):
 def test_choice_on_cuda_without_a_gpu(monkeypatch):
     """The decision is a pure function: it can be asked for hardware that is not here."""
     monkeypatch.setattr(_paths._extensions, "why_not", lambda name: "")
-    assert _paths.choose_gemm(_paths.Request("nccl", "streamk"), "cuda", torch.bfloat16).gemm == "streamk"
-    auto = _paths.choose_gemm(_paths.Request(None, None), "cuda", torch.float32)
-    assert auto.gemm == "cublas" and "float32" in auto.why
-    with pytest.raises(tpk.errors.BackendError, match="takes bfloat16, float16, not float32"):
-        _paths.choose_gemm(_paths.Request(None, "streamk"), "cuda", torch.float32)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        assert _paths.choose_gemm(_paths.Request("nccl", "streamk"), "cuda", dtype).gemm == "streamk"
+    auto = _paths.choose_gemm(_paths.Request(None, None), "cuda", torch.int8)
+    assert auto.gemm == "cublas" and "int8" in auto.why
+    with pytest.raises(tpk.errors.BackendError, match="takes bfloat16, float16, float32, float64, not int8"):
+        _paths.choose_gemm(_paths.Request(None, "streamk"), "cuda", torch.int8)
     monkeypatch.setattr(_paths._extensions, "why_not", lambda name: "it was not built")
     with pytest.raises(tpk.errors.BackendError, match="it was not built"):
         _paths.choose_gemm(_paths.Request(None, "streamk"), "cuda", torch.bfloat16)
@@ -276,5 +277,7 @@ def test_plans_by_architecture():
     assert (
         plan(1, 4096, 4096, 4096, "sm80", "stream_k", 8)[1][5] == 8
     )  # workers are tickets, as in streamk_gemm
-    with pytest.raises(RuntimeError, match="device must be 'cpu', 'cuda', 'sm80', 'sm90' or 'sm90-portable'"):
+    with pytest.raises(
+        RuntimeError, match="device must be 'cpu', 'cuda', 'sm80', 'sm90', 'sm90-portable', 'sm90-fp8'"
+    ):
         plan(1, 8, 8, 8, "sm70")

@@ -32,7 +32,7 @@ SCHEDULES = [
     "every_shard",
     "hybrid_aligned",
 ]
-TILES = ["128x128x32", "64x64x32"]  # of the portable kernel
+TILES = ["128x256x32", "128x128x32", "64x64x32"]  # of the portable kernel
 HOPPER_TILES = ["128x256x64", "256x128x64", "256x192x64", "128x192x64", "128x128x64", "192x192x64"]
 SWAPPED_TILES = ["64x128x64s"]  # the kernel computes the transpose; with CTAs along K, and no hooks
 GATED_TILES = ["128x256x64", "256x128x64", "128x128x64", *SWAPPED_TILES]  # whose columns can be halved
@@ -153,7 +153,7 @@ def check(a: Tensor, b: Tensor, out: Canary, *, preact: Canary | None = None, **
 
 def bits(x: Tensor) -> Tensor:
     """As integers, so that NaN equals NaN."""
-    return x.view(torch.int32 if x.element_size() == 4 else torch.int16)
+    return x.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
 
 
 def filled(*shape: int, dtype: torch.dtype, value: float = math.nan) -> Tensor:

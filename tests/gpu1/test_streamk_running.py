@@ -152,7 +152,11 @@ def bad(**changes: Any) -> dict[str, Any]:
             lambda: bad(a=torch.zeros(4, 8, dtype=torch.bfloat16, device="cuda")),
             r"a must have shape \[batch, M, K\]",
         ),
-        (lambda: bad(a=torch.zeros(1, 4, 8, device="cuda")), "a must be bfloat16 or float16"),
+        (
+            lambda: bad(a=torch.zeros(1, 4, 8, dtype=torch.int32, device="cuda")),
+            "a must be bfloat16, float16, float32 or float64",
+        ),
+        (lambda: bad(a=torch.zeros(1, 4, 8, device="cuda")), "b must have the dtype of a"),
         (
             lambda: bad(b=torch.zeros(1, 8, 16, dtype=torch.float16, device="cuda")),
             "b must have the dtype of a",
@@ -168,14 +172,14 @@ def bad(**changes: Any) -> dict[str, Any]:
         (lambda: bad(b=torch.zeros(1, 8, 16, dtype=torch.bfloat16)), "b must be a CUDA tensor"),
         (lambda: bad(out=torch.zeros(1, 4, 15, device="cuda")), r"out must have shape .* = \[1, 4, 16\]"),
         (
-            lambda: bad(out=torch.zeros(1, 4, 16, dtype=torch.float64, device="cuda")),
-            "out must be bfloat16, float16 or",
+            lambda: bad(out=torch.zeros(1, 4, 16, dtype=torch.int32, device="cuda")),
+            "out must be bfloat16, float16, float32 or float64",
         ),
         (lambda: bad(out=torch.zeros(1, 4, 1, device="cuda").expand(1, 4, 16)), "out must not be broadcast"),
         (lambda: bad(bias=torch.zeros(15, device="cuda")), r"bias must have shape \[N\] = \[16\]"),
         (
             lambda: bad(bias=torch.zeros(16, dtype=torch.int32, device="cuda")),
-            "bias must be bfloat16, float16 or",
+            "bias must be bfloat16, float16, float32 or float64",
         ),
         (
             lambda: bad(preact=torch.zeros(1, 4, 16, dtype=torch.float16, device="cuda")),
@@ -187,7 +191,7 @@ def bad(**changes: Any) -> dict[str, Any]:
         (lambda: bad(splits=0), "splits must be at least 1"),
         (
             lambda: bad(tile="64x64x128"),
-            "tile must be 128x128x32 or 64x64x32, or empty for the cheapest, but",
+            "tile must be 128x256x32, 128x128x32 or 64x64x32, or empty for the cheapest, but",
         ),
     ],
 )

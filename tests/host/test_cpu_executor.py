@@ -114,12 +114,13 @@ def test_plan_says_what_would_run() -> None:
     assert 1 <= clusters * cluster_m * cluster_n <= 132  # workers are clusters
 
 
+PORTABLE_TILES = ["128x256x32", "128x128x32", "64x64x32"]
 CPU_TILES = ["256x256x128", "128x128x128", "64x64x128", "32x256x128", "16x64x128"]
 
 
 @pytest.mark.parametrize(
     ("device", "tiles"),
-    [("cpu", CPU_TILES), ("sm80", ["128x128x32", "64x64x32"]), ("sm90-portable", ["128x128x32", "64x64x32"])],
+    [("cpu", CPU_TILES), ("sm80", PORTABLE_TILES), ("sm90-portable", PORTABLE_TILES)],
 )
 def test_a_plan_has_the_tile_that_is_named(device: str, tiles: list[str]) -> None:
     size, schedules = (1, 1408, 3840, 4096), ["auto", *_host.SCHEDULE_KINDS]
@@ -164,7 +165,9 @@ def test_tiles_that_the_cpu_has_not_are_refused(tile: str, schedule: str) -> Non
     assert not bool(out.any())
     with pytest.raises(RuntimeError, match="streamk_plan: " + re.escape(sentence)):
         OPS.streamk_plan(1, 2, 5, 3, "cpu", schedule, 0, 1, 0, tile)
-    with pytest.raises(RuntimeError, match="streamk_plan: tile must be 128x128x32 or 64x64x32, or empty"):
+    with pytest.raises(
+        RuntimeError, match="streamk_plan: tile must be 128x256x32, 128x128x32 or 64x64x32, or empty"
+    ):
         OPS.streamk_plan(1, 2, 5, 3, "sm90-portable", schedule, 0, 1, 0, "128x256x64")
     with pytest.raises(RuntimeError, match="streamk_plan: tile must be one of 128x256x64, 256x128x64"):
         OPS.streamk_plan(1, 2, 5, 3, "sm90", schedule, 0, 1, 0, "128x128x32")

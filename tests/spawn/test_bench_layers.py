@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import tpkernels as tpk
 from bench.blocks import manual, shapes
 from bench.blocks.variants import COMPILED
 from bench.context import Context
@@ -81,7 +82,8 @@ def check_variants(
 def test_layers_are_right(two_ranks: RankPool, part: str, model: str, dtype: str) -> None:
     options = {"ops": (part,), "models": (model,), "dtypes": (dtype,), "rows": (48,), "seed": 3}
     found = two_ranks.run(check_variants, LAYER, None, options)
-    assert set(found[0]) == {"gloo+blas", "gloo+blas-async", "torch-tp", "ours", "ours:gloo+streamk"}
+    ours = {"ours", "ours:gloo+streamk", "ours:keep_gathered", "ours-styles"}
+    assert set(found[0]) == {"gloo+blas", "gloo+blas-async", "torch-tp", *ours}
     for ratios in found:
         for name, ratio in ratios.items():
             assert 0 < ratio < 1, f"{name}: {ratio}"
@@ -90,15 +92,39 @@ def test_layers_are_right(two_ranks: RankPool, part: str, model: str, dtype: str
 def test_training_is_right(two_ranks: RankPool) -> None:
     for dtype in ("float32", "bfloat16"):
         for ratios in two_ranks.run(check_variants, TRAIN, None, {"dtypes": (dtype,)}):
-            assert len(ratios) == 5
+            assert len(ratios) == 6
             for name, ratio in ratios.items():
                 assert 0 < ratio < 1, f"{name}: {ratio}"
 
 
 @pytest.mark.slow
-def test_a_compiled_layer_is_right(two_ranks: RankPool) -> None:
-    found = two_ranks.run(check_variants, LAYER, ["torch-tp-compiled"], {"ops": ("mlp",)}, timeout=280)
-    assert all(0 < ratios["torch-tp-compiled"] < 1 for ratios in found)
+@pytest.mark.parametrize("variant", ["torch-tp-compiled", "ours-styles-compiled", "ours-async-tp"])
+def test_a_compiled_layer_is_right(two_ranks: RankPool, variant: str) -> None:
+    found = two_ranks.run(check_variants, LAYER, [variant], {"ops": ("mlp",)}, timeout=280)
+    assert all(0 < ratios[variant] < 1 for ratios in found)
+
+
+def styles_used(ctx: RankContext) -> dict[str, dict[str, int]]:
+    """Our operations in a call of each variant, forward and backward."""
+    workload = workload_of(ctx, LAYER, ops=("block",))
+    counts = {}
+    for variant in ("torch-tp", "ours-styles", "ours", "ours:keep_gathered"):
+        runnable = workload.prepare(variant)
+        with tpk.record_paths() as log:
+            runnable.launch(0)
+        counts[variant] = {
+            op: sum(n for (name, _), n in log.counts.items() if name == op) for op, _ in log.counts
+        }
+    return counts
+
+
+def test_variants_run_what_they_say(two_ranks: RankPool) -> None:
+    for counts in two_ranks.run(styles_used):
+        assert counts["torch-tp"] == {}
+        for name in ("ours-styles", "ours", "ours:keep_gathered"):  # forward, and the gradients of the others
+            assert counts[name]["all_gather_matmul"] == counts[name]["matmul_reduce_scatter"] == 4, counts
+        assert counts["ours"]["all_gather"] == 2  # gathered again for gradients of weights
+        assert "all_gather" not in counts["ours:keep_gathered"]
 
 
 def refusals(ctx: RankContext) -> list[str]:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from bench import records, suites
+from bench.blocks.variants import COMPILED
 from bench.records import Results, Row
 
 ROOT = Path(__file__).parents[2]
@@ -263,7 +264,7 @@ def test_a_hang_under_torchrun_is_ended_by_the_watchdog_and_left_out_on_resume(t
 def test_every_suite_runs_small_on_the_cpu(name: str, tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     # Compilation has tests of its own.
-    skip = ("--skip-peer", "torch-tp-compiled,torch-tp-async") if name in ("layer", "train") else ()
+    skip = ("--skip-peer", ",".join(COMPILED)) if name in ("layer", "train") else ()
     finish(start(name, "--device", "cpu", "--rounds", "2", "--out", str(path), *skip))
     results = records.load(path)
     assert results.footers[-1].complete

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 
 import pytest
@@ -11,11 +12,13 @@ from nn_dense import WIDTH, DenseAttention, close, part, perturb, shard_of
 
 import tpkernels as tpk
 from tpkernels import nn as tnn
+from tpkernels.nn.attention import _queries
 from tpkernels.testing import RankContext, RankPool
 
 F64 = torch.float64
 HEADS = 12
 CASES = [(1, 1), (1, 2), (2, 1), (2, 2), (3, 1), (4, 1), (4, 2), (3, 3), (2, 4)]  # ranks, kv heads
+NEITHER_DIVIDES = [(3, 2), (2, 3), (3, 4), (4, 6), (4, 3)]
 
 
 def pair(
@@ -82,10 +85,10 @@ def check_gqa(ctx: RankContext, kv_heads: int) -> list[torch.Tensor]:
     return grads
 
 
-@pytest.mark.parametrize(("world", "kv_heads"), CASES)
+@pytest.mark.parametrize(("world", "kv_heads"), [*CASES, *NEITHER_DIVIDES])
 def test_attention_equals_the_unsharded_one(ranks: RankPool, world: int, kv_heads: int) -> None:
     results = ranks.run(check_gqa, kv_heads, world=world)
-    copies = max(1, world // kv_heads)
+    copies = world // math.gcd(world, kv_heads)
     for rank in range(world):  # those that share a head have the same bits
         first = results[rank - rank % copies]
         assert all(torch.equal(a, b) for a, b in zip(results[rank], first, strict=True))
@@ -120,9 +123,9 @@ def test_state_is_full_and_survives_any_change_of_world(ranks: RankPool, kv_head
         state = states[-1]
 
 
-def train(ctx: RankContext) -> list[torch.Tensor]:
+def train(ctx: RankContext, kv_heads: int) -> list[torch.Tensor]:
     """A few steps: the copies of a head do not part, and the weights stay the unsharded layer's."""
-    layer, dense = pair(ctx, 2, True, True, 0)
+    layer, dense = pair(ctx, kv_heads, True, True, 0)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (layer, dense)]
     x = torch.randn(2, 2 * ctx.world, WIDTH, dtype=F64)
     mine = part(x.transpose(0, 1), 0, [2] * ctx.world, ctx.rank)
@@ -141,10 +144,33 @@ def train(ctx: RankContext) -> list[torch.Tensor]:
 
 
 def test_copies_stay_equal_in_training(ranks: RankPool) -> None:
-    results = ranks.run(train, world=4)
-    for a, b in ((0, 1), (2, 3)):
-        assert all(torch.equal(x, y) for x, y in zip(results[a], results[b], strict=True))
-    assert not torch.equal(results[0][0], results[2][0])
+    for kv_heads in (2, 6):
+        results = ranks.run(train, kv_heads, world=4)
+        for a, b in ((0, 1), (2, 3)):
+            assert all(torch.equal(x, y) for x, y in zip(results[a], results[b], strict=True))
+        assert not torch.equal(results[0][0], results[2][0])
+
+
+def every_split(heads: int, kv_heads: int, world: int) -> list[int]:
+    """The kv head of every q head, as the ranks have them."""
+    held = kv_heads // math.gcd(kv_heads, world)
+    copies = world // math.gcd(kv_heads, world)
+    out: list[int] = []
+    for rank in range(world):
+        counts = _queries(heads, kv_heads, rank, world)
+        assert len(counts) == held and sum(counts) == heads // world
+        for head, count in enumerate(counts):
+            out += [rank // copies * held + head] * count
+    return out
+
+
+def test_every_q_head_has_its_kv_head() -> None:
+    for kv_heads in range(1, 13):
+        for per in range(1, 7):
+            heads = kv_heads * per
+            for world in (w for w in range(1, heads + 1) if heads % w == 0):
+                expected = [q // per for q in range(heads)]
+                assert every_split(heads, kv_heads, world) == expected, (heads, kv_heads, world)
 
 
 def main_grad(ctx: RankContext) -> None:
@@ -170,20 +196,85 @@ def main_grad(ctx: RankContext) -> None:
     strict = tnn.SharedColumnParallelLinear(4, 6, 1, group=ctx.group_name, gradient_accumulation_fusion=True)
     with pytest.raises(tpk.errors.ArgumentError, match=r"weight.main_grad: .* is missing"):
         strict(torch.randn(2, 4))
-    late, dense = pair(ctx, 1, False, False, 1)
-    for child in (late.q_proj, late.k_proj, late.v_proj, late.o_proj):
-        child.delay_wgrad = True
-    dense(inputs[0]).square().sum().backward()
-    late(inputs[0]).square().sum().backward()
-    assert [late.q_proj.pending_dw, late.k_proj.pending_dw, late.o_proj.pending_dw] == [1, 0, 1]
-    tnn.backward_dw(late)
-    for name, p in late.named_parameters():
-        close(p.grad, shard_of(p, dense.get_parameter(name).grad), f"delayed {name}")
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_main_grad_of_shared_heads(ranks: RankPool, world: int) -> None:
     ranks.run(main_grad, world=world)
+
+
+def delayed(ctx: RankContext, kv_heads: int, main: bool, sp: bool) -> list[torch.Tensor]:
+    """Two backward passes in flight: weights' gradients come later, summed over the ranks that share a head."""
+    layer, dense = pair(ctx, kv_heads, True, sp, 0)
+    linears = (layer.q_proj, layer.k_proj, layer.v_proj, layer.o_proj)
+    for child in linears:
+        child.delay_wgrad = True
+        if main:
+            child.weight.main_grad = torch.zeros_like(child.weight)
+    for _ in range(2):
+        x = torch.randn(2, 2 * ctx.world, WIDTH, dtype=F64)
+        dense(x).square().sum().backward()
+        x = x.transpose(0, 1)
+        layer(part(x, 0, [2] * ctx.world, ctx.rank) if sp else x).square().sum().backward()
+    assert [child.pending_dw for child in linears] == [2] * 4
+    assert all(child.weight.grad is None for child in linears)
+    with tpk.record_paths() as log:
+        tnn.backward_dw(layer)
+        tnn.backward_dw(layer)
+    shared = math.gcd(kv_heads, ctx.world) < ctx.world
+    assert ops_of(log).get("all_reduce", 0) == (4 if shared else 0)
+    for name, p in layer.named_parameters():
+        got = p.main_grad if main and name.endswith("weight") else p.grad
+        close(got, shard_of(p, dense.get_parameter(name).grad), f"delayed {name}")
+        if main and name.endswith("weight"):
+            assert p.grad is None
+    with pytest.raises(tpk.errors.ArgumentError, match=r"Linear 'a\.k_proj' has no weight gradient pending"):
+        layer.k_proj.backward_dw()
+    return [layer.k_proj.weight.main_grad if main else layer.k_proj.weight.grad]
+
+
+@pytest.mark.parametrize("sp", [False, True])
+@pytest.mark.parametrize("main", [False, True])
+@pytest.mark.parametrize(("world", "kv_heads"), [(2, 1), (3, 2), (4, 2)])
+def test_delayed_gradients_of_shared_heads(
+    ranks: RankPool, world: int, kv_heads: int, main: bool, sp: bool
+) -> None:
+    results = ranks.run(delayed, kv_heads, main, sp, world=world)
+    copies = world // math.gcd(world, kv_heads)
+    assert all(torch.equal(r[0], results[i - i % copies][0]) for i, r in enumerate(results))
+
+
+def core_of(ctx: RankContext, kv_heads: int) -> list[torch.Tensor]:
+    """With dropout of the probabilities: the output, and the gradient of v's weight, recomputed or not."""
+    x = torch.randn(3, 2, WIDTH, dtype=F64)
+    results = []
+    for recompute in (False, True):
+        layer = tnn.ParallelAttention(
+            WIDTH,
+            HEADS,
+            kv_heads,
+            dropout=0.3,
+            recompute_core=recompute,
+            group=ctx.group_name,
+            dtype=F64,
+            seed=7,
+            name="a",
+        )
+        y = layer(x, step=1)
+        y.square().sum().backward()
+        own = dict(layer.named_parameters())
+        whole = tnn.full_tensors({n: p.grad for n, p in own.items()}, own)
+        results.append([y.detach(), whole["v_proj.weight"]])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    return results[0]
+
+
+@pytest.mark.parametrize(("world", "kv_heads"), [(3, 2), (3, 4)])
+def test_masks_and_recomputation_of_shared_heads(ranks: RankPool, world: int, kv_heads: int) -> None:
+    alone = ranks.run(core_of, kv_heads, world=1)[0]
+    for results in ranks.run(core_of, kv_heads, world=world):
+        for got, expected in zip(results, alone, strict=True):
+            close(got, expected, f"{world} ranks, {kv_heads} kv heads")
 
 
 def low_rank(ctx: RankContext, kv_heads: int) -> list[torch.Tensor]:
@@ -257,17 +348,11 @@ def test_number_of_collectives(ranks: RankPool) -> None:
 
 
 def refused(ctx: RankContext) -> None:
-    for heads, kv_heads, argument, count in (
-        (12, 4, "kv_heads", 4),
-        (12, 2, "kv_heads", 2),
-        (8, 4, "heads", 8),
+    with pytest.raises(
+        tpk.errors.ArgumentError,
+        match=r"^heads: .*8 heads cannot be shared by 3 ranks; the group may have 1, 2, 4, 8 ranks\.",
     ):
-        with pytest.raises(
-            tpk.errors.ArgumentError,
-            match=rf"^{argument}: .*{count} {argument} cannot be shared by 3 ranks; with {heads} heads and {kv_heads} "
-            "kv_heads the group may have 1, 2",
-        ):
-            tnn.ParallelAttention(48, heads, kv_heads, group=ctx.group_name)
+        tnn.ParallelAttention(48, 8, 4, group=ctx.group_name)
     with pytest.raises(
         tpk.errors.ArgumentError, match=r"parts: it must divide the ranks of the group, 3.*is 2"
     ):

@@ -24,11 +24,6 @@ from tpkernels.testing import RankContext, RankPool
 STEPS, BATCH, ROWS, CLIP = 5, 4, 8, 0.5
 
 
-# torch 2.11 takes steps with gradients of norms that are partial still, under its own styles too: losses are some 1e-5
-# off, weights of norms 1e-3.
-CLOSE = {} if torch.__version__ >= (2, 14) else {"rtol": 1e-4, "atol": 1e-4}
-
-
 def train(
     model: nn.Module,
     parameters: list[nn.Parameter],
@@ -71,23 +66,14 @@ def check(
         got, got_norms = train(model, parameters(), seed, mine, context, clip)
     assert {"all_gather_matmul", "matmul_reduce_scatter"} <= {op for op, _ in log.counts}, log
     for step in range(STEPS):
-        torch.testing.assert_close(
-            mean(got[step]), losses[step], msg=lambda m, s=step: f"loss {s}: {m}", **CLOSE
-        )
-        torch.testing.assert_close(
-            got_norms[step], norms[step], msg=lambda m, s=step: f"norm {s}: {m}", **CLOSE
-        )
+        torch.testing.assert_close(mean(got[step]), losses[step], msg=lambda m, s=step: f"loss {s}: {m}")
+        torch.testing.assert_close(got_norms[step], norms[step], msg=lambda m, s=step: f"norm {s}: {m}")
     expected = dense.state_dict()
     final = weights() if weights else {n: full(p) for n, p in model.state_dict().items()}
     assert final.keys() == expected.keys()
     for name, value in final.items():
-        if CLOSE and "norm" in name:
-            continue
         torch.testing.assert_close(
-            value,
-            expected[name],
-            msg=lambda m, n=name: f"{n}: {m}",
-            **(CLOSE or {"rtol": 1e-6, "atol": 1e-8}),
+            value, expected[name], msg=lambda m, n=name: f"{n}: {m}", rtol=1e-6, atol=1e-8
         )
 
 

@@ -330,6 +330,55 @@ def test_norms(ranks: RankPool, world: int) -> None:
     ranks.run(norms, world=world)
 
 
+def whole_gradients(ctx: RankContext) -> None:
+    """Asked for, they are whole behind every backward pass, of copies and of what came from the meta device too."""
+    mesh = mesh_of(ctx)
+
+    def after_two(module: nn.Module) -> list[Tensor]:
+        torch.manual_seed(3)
+        for _ in range(2):
+            x = torch.randn(2, 2 * ctx.world, 6, dtype=F64)
+            module(
+                x if not isinstance(next(module.parameters()), DTensor) else part(x)
+            ).square().sum().backward()
+        return [p.grad for p in module.parameters()]
+
+    def part(x: Tensor) -> Tensor:
+        return local_part(x, Shard(1), mesh)
+
+    for kind in (nn.LayerNorm, nn.RMSNorm):
+        dense = kind(6, dtype=F64)
+        nn.init.normal_(dense.weight)
+        partial = parallelize_module(
+            fresh(dense), mesh, SequenceParallel(use_local_output=True, whole_gradients=False)
+        )
+        style = SequenceParallel(use_local_output=True, whole_gradients=True)
+        whole = parallelize_module(fresh(dense), mesh, style)
+        with torch.device("meta"):
+            late = kind(6, dtype=F64)
+        late = parallelize_module(late, mesh, style).to_empty(device="cpu")
+        late.load_state_dict(whole.state_dict())
+        expected = after_two(dense)
+        assert all(g.placements[0].is_partial() == (ctx.world > 1) for g in after_two(partial))
+        for module in (whole, fresh(whole), late):
+            for grad, want in zip(after_two(module), expected, strict=True):
+                assert grad.placements == (Replicate(),), kind
+                close(grad.to_local(), want, f"{kind.__name__}: on this rank")
+        frozen = parallelize_module(fresh(dense).requires_grad_(False), mesh, style)
+        assert not frozen(part(torch.randn(2, 2 * ctx.world, 6, dtype=F64))).requires_grad
+        torch._dynamo.reset()
+        compiled = torch.compile(whole, backend="aot_eager", dynamic=False)
+        whole.zero_grad()
+        for grad, want in zip(after_two(compiled), expected, strict=True):
+            assert grad.placements == (Replicate(),)
+            close(grad.to_local(), want, "compiled")
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_gradients_of_norms_are_whole_where_asked_for(ranks: RankPool, world: int) -> None:
+    ranks.run(whole_gradients, world=world)
+
+
 def embeddings(ctx: RankContext) -> None:
     """nn.Embedding goes torch's way."""
     mesh = mesh_of(ctx)

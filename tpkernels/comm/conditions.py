@@ -31,6 +31,7 @@ class RankFacts(NamedTuple):
         missing: why this rank cannot take part; empty if it can.
         overlap: whether it may share its GPU with another rank.
         carrier: what it uses to carry rows, and of which allocator its memory is.
+        tunes: whether it looks for tuned plans.
     """
 
     host: str
@@ -39,6 +40,7 @@ class RankFacts(NamedTuple):
     missing: str = ""
     overlap: bool = False
     carrier: str = ""
+    tunes: bool = False
 
 
 def call_missing(
@@ -89,6 +91,10 @@ def ranks_missing(ranks: Sequence[RankFacts]) -> str | None:
                 f"its ranks were told differently how to carry rows: {ranks[0].carrier} on rank 0, {facts.carrier} on "
                 f"rank {rank}"
             )
+    for rank, facts in enumerate(ranks):
+        if facts.tunes != ranks[0].tunes:
+            first, this = ("is" if some.tunes else "is not" for some in (ranks[0], facts))
+            return f"TPK_AUTOTUNE {first} set on rank 0, and {this} on rank {rank}"
     for rank, facts in enumerate(ranks):
         if facts.host != ranks[0].host:
             return f"its ranks are on several hosts (rank 0 on {ranks[0].host}, rank {rank} on {facts.host})"

@@ -16,7 +16,8 @@ from tpkernels.comm import runtime
 from tpkernels.errors import ArgumentError, CommTimeoutError, TpkError
 from tpkernels.ops._groups import Group
 
-_last_call = "no call on path 'fused'"
+_Call = tuple[str, tuple[str, int, int]]  # operation; group, rank, ranks
+_last_call: _Call | None = None
 
 
 def timeout_s(group: Group, device: torch.device) -> float:
@@ -32,7 +33,7 @@ def timeout_s(group: Group, device: torch.device) -> float:
                 f"TPK_COMM_TIMEOUT_S: expected seconds, above 0 and up to 1e6, got {given!r}."
             )
         return seconds
-    options: Any = getattr(group.process_group._get_backend(torch.device(device.type)), "options", None)
+    options: Any = getattr(group.process_group._get_backend(device), "options", None)
     timeout = getattr(options, "_timeout", None) or default_pg_timeout
     assert isinstance(timeout, datetime.timedelta)
     return min(timeout.total_seconds(), 1e6)
@@ -44,8 +45,7 @@ class Reported(AbstractContextManager[None]):
 
     def __init__(self, op: str, group: Group) -> None:
         global _last_call
-        self._what = f"{op} on rank {group.rank} of {group.world} (group {group.name!r})"
-        _last_call = self._what
+        self._call = _last_call = op, (group.name, group.rank, group.world)
 
     def __enter__(self) -> None:
         return None
@@ -54,7 +54,7 @@ class Reported(AbstractContextManager[None]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if isinstance(error, Exception) and not isinstance(error, TpkError):
-            raise_fault(self._what, error)
+            raise_fault(_told(self._call), error)
 
 
 def raise_fault(what: str, error: Exception) -> None:
@@ -66,7 +66,12 @@ def raise_fault(what: str, error: Exception) -> None:
 
 def last_call() -> str:
     """The last call on path "fused" of this process, with rank and group."""
-    return _last_call
+    return "no call on path 'fused'" if _last_call is None else _told(_last_call)
+
+
+def _told(call: _Call) -> str:
+    op, (group, rank, world) = call
+    return f"{op} on rank {rank} of {world} (group {group!r})"
 
 
 def synchronize(device: torch.device | str | int | None = None) -> None:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,10 @@ from tpkernels.comm.faults import Reported, timeout_s
 from tpkernels.comm.gathered import Gathered, Use
 from tpkernels.ops import _nvtx
 from tpkernels.ops._groups import Group, shard_sizes
+from tpkernels.tune import mode
+
+if TYPE_CHECKING:
+    from tpkernels.tune.fused import Plan
 
 
 def all_gather_matmul(
@@ -72,23 +76,28 @@ def all_gather_matmul(
                 [a_shard.new_empty(total, 1, dtype=out_dtype)],
             )
         by_weight = [(place, biases[i]) for place, i in enumerate(used)]
+        given = [
+            shard,
+            weights,
+            [bias for _, bias in by_weight if bias is not None],
+            [place for place, bias in by_weight if bias is not None],
+            activation,
+            results,
+            kept if want_preact and used else [],
+            gathered,
+            rows,
+            group.rank,
+            list(space.addresses),
+            timeout,
+        ]
+
+        def launch(schedule: str, tile: str) -> None:
+            multiprocessors = runtime.active.multiprocessors(device)
+            runtime.active.gather(*given, schedule, tile, multiprocessors, use is not None)
+
+        plan = _plan("all_gather_matmul", group, [shard], weights, rows, timeout, launch)
         with _nvtx.phase("gather and product", "fused"), runtime.active.chained(device):
-            runtime.active.gather(
-                shard,
-                weights,
-                [bias for _, bias in by_weight if bias is not None],
-                [place for place, bias in by_weight if bias is not None],
-                activation,
-                results,
-                kept if want_preact and used else [],
-                gathered,
-                rows,
-                group.rank,
-                list(space.addresses),
-                timeout,
-                *_plan(device),
-                use is not None,
-            )
+            launch(*plan)
             if use is not None:
                 use(
                     Gathered(
@@ -244,7 +253,7 @@ def _prepared(
         space = workspace.ensure(group, device, kind, size(rows, n, out.element_size()))
         # Rows of tiles begin where shards do, and TMA starts at multiples of 16 bytes of what is contiguous.
         lefts, rights = _factors(as_, bs, by_columns=all(end % 8 == 0 for end in accumulate(rows)))
-        given: list[Any] = [
+        before: list[Any] = [
             lefts[0],
             rights[0],
             bias,
@@ -255,16 +264,20 @@ def _prepared(
             group.rank,
             list(space.addresses),
             timeout,
-            *_plan(device),
-            lefts[1:],
-            rights[1:],
         ]
+        behind: list[Any] = [active.multiprocessors(device), lefts[1:], rights[1:]]
+
+        def run(schedule: str, tile: str) -> None:
+            (active.scatter if scatters else active.all_reduce)(*before, schedule, tile, *behind)
+
+        plan = _plan(op, group, lefts, rights, rows, timeout, run)
 
     def launch() -> None:
         phase = _nvtx.phase(f"product and {op.removeprefix('matmul_')}", "fused")
         with Reported(op, group), active.on(device), phase, active.chained(device):
-            (active.scatter if scatters else active.all_reduce)(*given)
-        given.clear()  # what comes next may take its memory
+            run(*plan)
+        before.clear()  # what comes next may take their memory
+        behind.clear()
 
     return Prepared(launch, lambda: out[:, :n])
 
@@ -316,9 +329,21 @@ def _widened(x: Tensor, columns: int) -> Tensor:
     return wide
 
 
-def _plan(device: torch.device) -> tuple[str, str, int]:
-    """Schedule, tile and multiprocessors of a product: left to the op."""
-    return "auto", "", runtime.active.multiprocessors(device)
+def _plan(
+    op: str,
+    group: Group,
+    lefts: Sequence[Tensor],
+    rights: Sequence[Tensor],
+    rows: Sequence[int],
+    timeout: float,
+    launch: Callable[[str, str], None],
+) -> Plan | tuple[str, str]:
+    """Schedule and tile of a call: left to the op, unless the ranks tune."""
+    if not mode.active():
+        return "auto", ""
+    from tpkernels.tune import fused as tuned
+
+    return tuned.plan(op, group, lefts, rights, rows, timeout, launch)
 
 
 def inner_shape(shape: Sequence[int], dim: int) -> list[int]:
@@ -328,11 +353,15 @@ def inner_shape(shape: Sequence[int], dim: int) -> list[int]:
 
 def as_rows(x: Tensor, dim: int, rows: int) -> Tensor:
     """A matrix with ``dim`` outermost; a copy only where no view exists."""
+    if dim == 0 and x.dim() == 2:
+        return x
     return x.movedim(dim, 0).reshape(rows, x.shape[-1])
 
 
 def from_rows(x: Tensor, dim: int, size: int, inner: Sequence[int]) -> Tensor:
     """Back, in the layout of a new tensor."""
+    if dim == 0 and len(inner) == 0:
+        return x.contiguous()
     return x.reshape(size, *inner, x.shape[1]).movedim(0, dim).contiguous()
 
 

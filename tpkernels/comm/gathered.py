@@ -25,4 +25,8 @@ Use = Callable[[Gathered], None]
 
 def plain(whole: Tensor) -> Gathered:
     """A gathered tensor of one's own."""
-    return Gathered(whole.flatten(0, -2), lambda x: x.flatten(0, -2))
+    return Gathered(_matrix(whole), _matrix)
+
+
+def _matrix(x: Tensor) -> Tensor:
+    return x if x.dim() == 2 else x.flatten(0, -2)

@@ -15,6 +15,7 @@ from tpkernels.comm import conditions, nvshmem, runtime
 from tpkernels.errors import BackendError, GroupError
 from tpkernels.ops import _groups
 from tpkernels.ops._groups import Group
+from tpkernels.tune import mode
 
 T = TypeVar("T")
 
@@ -50,7 +51,7 @@ def _facts(group: Group, device: torch.device) -> conditions.RankFacts:
     carrier = (
         f"{nvshmem.TRANSPORT}={nvshmem.transport(os.environ)} in memory of {nvshmem.backend(os.environ)}"
     )
-    return facts._replace(missing=facts.missing or without or "", carrier=carrier)
+    return facts._replace(missing=facts.missing or without or "", carrier=carrier, tunes=mode.active())
 
 
 def require(group: Group, device: torch.device) -> None:

@@ -1,5 +1,7 @@
 """What rank 0 chose, call by call, for the other ranks of a host: they must take the same.
 
+Path "auto" and the tuning of path "fused" have a ring each.
+
 Ranks cannot always come to the same by themselves: columns of a weight, or rows of it, need not be divided evenly, and
 whoever asked only when a shape is new to it would wait for ranks to which it is not. So rank 0 writes its choices into
 memory of the host, and waits for nobody; the others wait until it has come to the same call. Nothing of it is on the
@@ -22,17 +24,20 @@ from tpkernels.ops._groups import Group
 _SLOTS = 4096  # calls that rank 0 may be ahead of the slowest rank
 _WORD = 8
 _SPINS = 200  # looks without giving the processor away
+MOST = (1 << 20) - 1  # the largest choice
 
 
 class Verdicts:
     """A ring of words, one for each call: its number, the operation, the choice. Collective.
 
+    ``what``: whose it is, for errors.
+
     Raises:
         BackendError: the ranks have no memory in common, on all of them alike.
     """
 
-    def __init__(self, group: Group) -> None:
-        self._group = group
+    def __init__(self, group: Group, what: str = "path 'auto'") -> None:
+        self._group, self._what = group, what
         self._calls = 0
         size = (_SLOTS + group.world) * _WORD
         path, error = "", ""
@@ -55,7 +60,11 @@ class Verdicts:
             raise BackendError(f"its ranks have no host memory in common ({'; '.join(failed)})")
 
     def agree(self, fused: bool, op: int, timeout_s: float) -> bool:
-        """Rank 0's choice for this call; ``fused`` is this rank's, ``op`` numbers the operation (0 to 3).
+        """:meth:`agree_on` two choices."""
+        return bool(self.agree_on(int(fused), op, timeout_s))
+
+    def agree_on(self, choice: int, op: int, timeout_s: float) -> int:
+        """Rank 0's choice for this call; ``choice`` is this rank's (0 to MOST), ``op`` numbers the operation (0 to 3).
 
         Raises:
             CommTimeoutError: rank 0, or the slowest rank, did not come.
@@ -68,17 +77,17 @@ class Verdicts:
             self._wait(
                 lambda: all(words[i] + _SLOTS > self._calls for i in others), "another rank", timeout_s
             )
-            words[slot] = self._calls << 3 | op << 1 | fused  # one store of 8 bytes
-            return fused
-        self._wait(lambda: words[slot] >> 3 == self._calls, "rank 0", timeout_s)
+            words[slot] = self._calls << 22 | op << 20 | choice  # one store of 8 bytes
+            return choice
+        self._wait(lambda: words[slot] >> 22 == self._calls, "rank 0", timeout_s)
         word = words[slot]
         words[_SLOTS + group.rank] = self._calls
-        if word >> 1 & 3 != op:
+        if word >> 20 & 3 != op:
             raise MismatchError(
-                f"path 'auto' in group {group.name!r}: rank {group.rank} calls another operation than rank 0; all "
+                f"{self._what} in group {group.name!r}: rank {group.rank} calls another operation than rank 0; all "
                 "ranks make the same calls in the same order. TPK_CHECK=1 tells which."
             )
-        return bool(word & 1)
+        return int(word & MOST)
 
     def _wait(self, there: Callable[[], bool], who: str, timeout_s: float) -> None:
         for _ in range(_SPINS):
@@ -89,8 +98,8 @@ class Verdicts:
             time.sleep(0)
             if time.monotonic() > end:
                 raise CommTimeoutError(
-                    f"path 'auto' in group {self._group.name!r}: {who} did not come to the {self._calls}. call that "
-                    f"chooses a path within {timeout_s:g} s; all ranks make the same calls in the same order, with "
+                    f"{self._what} in group {self._group.name!r}: {who} did not come to the {self._calls}. call that "
+                    f"chooses within {timeout_s:g} s; all ranks make the same calls in the same order, with "
                     "the same path argument. TPK_CHECK=1 tells what differs."
                 )
 

@@ -14,6 +14,7 @@ from typing import NoReturn
 import torch
 
 from tpkernels.errors import ArgumentError
+from tpkernels.fp8.recipe import RECIPES
 from tpkernels.ops._paths import parse as parse_path
 from tpkernels.ops._paths import streamk_missing
 
@@ -29,6 +30,7 @@ examples:
   python -m tpkernels.demo                                  2 CPU ranks, or all GPUs
   python -m tpkernels.demo --dtype float64 --steps 20       the losses agree to about 1e-12
   python -m tpkernels.demo --device cpu --tp 4 --path gloo  4 CPU ranks, the package's own Stream-K products
+  python -m tpkernels.demo --fp8 blockwise                  products in FP8, beside a twin without
   torchrun --nproc-per-node 4 -m tpkernels.demo --size large
   python -m tpkernels.demo.dense demo-out "def main("       sample from the checkpoint with plain PyTorch
 
@@ -69,6 +71,11 @@ def _parser() -> argparse.ArgumentParser:
         "--path",
         default="auto",
         help="how the products run, e.g. gloo+blas, nccl+cublas, streamk (default: %(default)s)",
+    )
+    where.add_argument(
+        "--fp8",
+        metavar="RECIPE",
+        help=f"products of the blocks in FP8: {', '.join(RECIPES)} (default: in --dtype)",
     )
     where.add_argument("--compile", action="store_true", help="run the sharded model through torch.compile")
     where.add_argument(
@@ -118,6 +125,7 @@ def resolve(options: argparse.Namespace) -> RunConfig:
         seed=_at_least("--seed", options.seed, 0, 0),
         out=options.out,
         path=_path(options.path, device, dtype),
+        fp8=_fp8(options.fp8, dtype),
         compile=options.compile,
         dense=not options.no_dense,
         sequence_parallel=options.sequence_parallel,
@@ -188,6 +196,18 @@ def _path(name: str, device: str, dtype: str) -> str:
             f"--path {name} runs the Stream-K kernel, but {missing}; use --path auto or another --dtype."
         )
     return name
+
+
+def _fp8(recipe: str | None, dtype: str) -> str | None:
+    if recipe is None:
+        return None
+    if recipe not in RECIPES:
+        raise DemoError(f"--fp8 {recipe} is unknown; choose one of {', '.join(RECIPES)}.")
+    if dtype == "float64":
+        raise DemoError(
+            "--fp8 goes with parameters in float32, bfloat16 or float16, not float64; take another --dtype."
+        )
+    return recipe
 
 
 def _check_packages() -> None:

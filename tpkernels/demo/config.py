@@ -108,12 +108,16 @@ _TOLERANCES = {
     "float16": Tolerance(loss=1e-2, grad=2e-2, weight=5e-2, window=50),
 }
 DTYPES = tuple(_TOLERANCES)
+# In FP8 the twin, which has none, goes its own way to the end: what differs is what FP8 does to training. Measured over
+# the 200 steps of "tiny" on two CPU ranks, every recipe, in float32 and bfloat16: loss 0.022 to 0.047, the first
+# gradients 0.22 to 0.24 (of attention's q and k, small and behind most products), weights at the end 0.05 to 0.06.
+_FP8_TOLERANCE = Tolerance(loss=0.15, grad=0.4, weight=0.2, window=1 << 30)
 
 
-def tolerance(dtype: str, size: str = "small") -> Tolerance:
-    """The bounds for a dtype and a size by name; the reasons stand beside the table."""
-    bounds = _TOLERANCES[dtype]
-    return dataclasses.replace(bounds, window=min(bounds.window, SIZES[size].window))
+def tolerance(dtype: str, size: str = "small", fp8: str | None = None) -> Tolerance:
+    """The bounds for a dtype and a size by name, and a recipe if there is one; the reasons stand beside the table."""
+    bounds = _TOLERANCES[dtype] if fp8 is None else _FP8_TOLERANCE
+    return bounds if fp8 else dataclasses.replace(bounds, window=min(bounds.window, SIZES[size].window))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,6 +135,7 @@ class RunConfig:
     seed: int
     out: Path
     path: str = "auto"
+    fp8: str | None = None
     compile: bool = False
     dense: bool = True
     sequence_parallel: bool = True

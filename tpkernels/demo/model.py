@@ -30,11 +30,18 @@ __all__ = ["ParallelModel", "count_parameters", "explain_first_product"]
 class ParallelModel(nn.Module):
     """Token ids [batch, seq], equal on every rank of the default group, to logits or to the loss.
 
+    ``recipe``: of FP8, for the blocks; the head stays in high precision, as is usual.
     Raises tpkernels.errors.ArgumentError where heads or kv heads do not divide by the number of ranks.
     """
 
     def __init__(
-        self, config: ModelConfig, *, sequence_parallel: bool, path: str, device: torch.device
+        self,
+        config: ModelConfig,
+        *,
+        sequence_parallel: bool,
+        path: str,
+        device: torch.device,
+        recipe: str | None = None,
     ) -> None:
         super().__init__()
         self.config = config
@@ -57,6 +64,7 @@ class ParallelModel(nn.Module):
                 dtype=dtype,
                 device=device,
                 path=path,
+                recipe=recipe,
             )
             for _ in range(config.layers)
         )

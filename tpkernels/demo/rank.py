@@ -91,9 +91,10 @@ def _banner(config: RunConfig, trainer: Trainer) -> str:
         else f"CPU, threads per rank: {torch.get_num_threads()}"
     )
     sequence = " + sequence" if config.sequence_parallel else ""
+    products = "" if config.fp8 is None else f", products of the blocks in FP8, {config.fp8}"
     return (
         f"model     {config.size}: {size.layers} layers, width {size.width}, {size.heads} heads, {total:,} parameters "
-        f"({local:,} on this rank), {config.dtype}\n"
+        f"({local:,} on this rank), {config.dtype}{products}\n"
         f"ranks     {config.tp}, tensor{sequence} parallel over {dist.get_backend()}, {where}\n"
         f"text      {text.files} files of the standard library, {text.train.numel():,} bytes to train on, "
         f"{text.heldout.numel():,} held out\n"
@@ -103,8 +104,10 @@ def _banner(config: RunConfig, trainer: Trainer) -> str:
 
 
 def _comparison(config: RunConfig) -> str:
-    window = tolerance(config.dtype, config.size).window
+    window = tolerance(config.dtype, config.size, config.fp8).window
     again = f", set equal to it every {window} steps" if config.steps > window else ""
+    if config.fp8 is not None:
+        again = ", which has no FP8 and goes its own way"
     return f", beside the unsharded model in plain PyTorch{again}"
 
 
@@ -114,7 +117,7 @@ def _show(config: RunConfig, reporter: Reporter, outcome: Outcome, explanation: 
         outcome.paths,
         f"agreement of the ranks is checked at every call: {checking} (TPK_CHECK)\n\n{explanation}\n",
     )
-    limit = tolerance(config.dtype, config.size)
+    limit = tolerance(config.dtype, config.size, config.fp8)
     rows = []
     if (
         config.dense
@@ -141,7 +144,7 @@ def _show(config: RunConfig, reporter: Reporter, outcome: Outcome, explanation: 
 def _summary(
     config: RunConfig, trainer: Trainer, outcome: Outcome, samples: list[str], seconds: float
 ) -> dict[str, Any]:
-    limit = tolerance(config.dtype, config.size)
+    limit = tolerance(config.dtype, config.size, config.fp8)
     return {
         "options": dataclasses.asdict(config),
         "model": dataclasses.asdict(model_config(config)),
@@ -170,7 +173,8 @@ def _summary(
 
 
 def _plot(config: RunConfig, outcome: Outcome) -> None:
-    note = f"{config.size} model, {config.tp} ranks, {config.dtype}, {config.device}"
+    kind = config.dtype if config.fp8 is None else f"{config.dtype}, FP8 {config.fp8}"
+    note = f"{config.size} model, {config.tp} ranks, {kind}, {config.device}"
     if config.dense:
         note += f"; largest difference {outcome.max_difference:.1e}"
     draw_losses(
@@ -179,7 +183,7 @@ def _plot(config: RunConfig, outcome: Outcome) -> None:
         losses=outcome.losses,
         dense_losses=outcome.dense_losses if config.dense else None,
         heldout=outcome.heldout,
-        limit=tolerance(config.dtype, config.size).loss,
+        limit=tolerance(config.dtype, config.size, config.fp8).loss,
         note=note,
     )
 

@@ -70,12 +70,16 @@ class Trainer:
         self.config = config
         self.device = device
         self.reporter = reporter
-        self.limit = tolerance(config.dtype, config.size)
+        self.limit = tolerance(config.dtype, config.size, config.fp8)
         self.first = dist.get_rank() == 0
         self.corpus = self._load_corpus()
         shape = model_config(config)
         self.model = ParallelModel(
-            shape, sequence_parallel=config.sequence_parallel, path=config.path, device=device
+            shape,
+            sequence_parallel=config.sequence_parallel,
+            path=config.path,
+            device=device,
+            recipe=config.fp8,
         )
         init_weights_(self.model, seed=config.seed, std=shape.width**-0.5)
         self.loss_of: Callable[[Tensor, Tensor], Tensor] = self.model.loss

@@ -41,7 +41,7 @@ from tpkernels.nn._checks import check_indices
 from tpkernels.nn.embedding import lookup
 from tpkernels.ops._delayed import DelayedGrads
 from tpkernels.ops._groups import group_name_of, resolve
-from tpkernels.ops._main_grad import Delayed, Sink
+from tpkernels.ops._main_grad import Delayed, Sink, operand
 
 try:
     from megatron.core import parallel_state, tensor_parallel
@@ -177,6 +177,7 @@ class ColumnParallelLinear(_Linear, _theirs.ColumnParallelLinear):
         group = group_name_of(self.tp_group)
         bias = None if self.skip_bias_add else self.bias
         into = self._sink(weight)
+        weight = operand(weight, into)
         if self.sequence_parallel:
             y = tpk.all_gather_matmul(input_, weight.t(), group, biases=bias, main_grad_of=into)
         else:
@@ -255,7 +256,8 @@ class RowParallelLinear(_Linear, _theirs.RowParallelLinear):
         group = group_name_of(self.tp_group)
         if not self.input_is_parallel:
             input_ = tpk.regions.split(input_, -1, group)
-        weight, into = self.weight.t(), self._sink(self.weight)
+        into = self._sink(self.weight)
+        weight = operand(self.weight, into).t()
         bias = None if self.skip_bias_add else self.bias
         if self.sequence_parallel:
             _check_sequence(input_, 0, self.tp_group)

@@ -7,14 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from tpkernels.errors import ArgumentError, ShapeError
+from tpkernels.fp8.recipe import RecipeLike
+from tpkernels.nn import _fp8
 from tpkernels.nn._checks import check_counts_from_front
 from tpkernels.nn._options import LayerOptions
-from tpkernels.nn.sharding import GroupLike, ParallelModule, Placement
+from tpkernels.nn.sharding import GroupLike, ParallelModule, Placement, placement_of
 from tpkernels.nn.weights import init_parameter_
 from tpkernels.ops._delayed import DelayedGrads
-from tpkernels.ops._main_grad import Delayed, Sink
+from tpkernels.ops._main_grad import Delayed, Sink, operand
 from tpkernels.ops._main_grad import checked as checked_main_grad
 
 if TYPE_CHECKING:
@@ -49,6 +52,8 @@ class ParallelLinear(ParallelModule):
             first forward pass. None: where it is there. False: never, ``weight.grad`` gets it.
         delay_wgrad: leave the weight's gradient to ``backward_dw()``. The attribute may be changed at any time; it
             holds for the forward passes that follow.
+        recipe: make the products in FP8: "tensorwise", "rowwise", "blockwise" or a ``tpkernels.Fp8Recipe``. The
+            parameters stay what they are, and so does the state dict. None: in the parameters' dtype.
     """
 
     weight: nn.Parameter
@@ -75,8 +80,10 @@ class ParallelLinear(ParallelModule):
         path: str = "auto",
         gradient_accumulation_fusion: bool | None = None,
         delay_wgrad: bool = False,
+        recipe: RecipeLike | None = None,
     ) -> None:
         super().__init__(group, path)
+        self.recipe = _fp8.checked_recipe(recipe, dtype, delay_wgrad)
         for argument, value in (("in_features", in_features), ("out_features", out_features)):
             if value < 1:
                 raise ArgumentError(f"{argument}: a linear layer needs at least 1, but it is {value}.")
@@ -132,6 +139,9 @@ class ParallelLinear(ParallelModule):
             raise ArgumentError(
                 f"backward_dw: {self._label()} has no weight gradient pending; {self._why_none()}."
             )
+        self._run_delayed()
+
+    def _run_delayed(self) -> None:
         self._delayed.run()
 
     def _label(self) -> str:
@@ -146,7 +156,7 @@ class ParallelLinear(ParallelModule):
 
     def _operand(self, parameter: Any) -> Any:
         """The parameter as products use it: with what its gradient needs besides."""
-        return parameter
+        return operand(parameter, self._sink()) if parameter is self.weight else parameter
 
     def _sink(self) -> Sink | None:
         """Where the weight's gradient goes; None: where autograd puts it."""
@@ -158,6 +168,19 @@ class ParallelLinear(ParallelModule):
         if self.delay_wgrad:
             return Delayed(self.weight, fuse, self._delayed.put)
         return self.weight if fuse else None
+
+    def _check_delay(self) -> None:
+        if not self.delay_wgrad or not torch.is_grad_enabled():
+            return
+        # What torch's compiler asks, too.
+        self._delayed.alone = DistributedDataParallel._get_active_ddp_module() is not None
+        self._delayed.check_alone()
+        if placement_of(self.weight) is None:
+            raise ArgumentError(
+                f"delay_wgrad: the weight of {self._label()} is a tensor that something else has put in the place of "
+                "the layer's parameter, as fully_shard does, which reduces gradients at the end of backward(), before "
+                "backward_dw() makes this one; set delay_wgrad = False, or use DistributedDataParallel."
+            )
 
     def _check_main_grad(self) -> None:
         sink = self._sink()
@@ -174,7 +197,9 @@ class ParallelLinear(ParallelModule):
     def _check_input(self, x: Tensor, features: int, what: str, shard_sizes: Sequence[int] | None) -> None:
         """All that is said of x and shard_sizes in the layer's terms, before the operation checks them in its own."""
         self._check_shard_sizes(shard_sizes)
+        self._check_delay()
         self._check_main_grad()
+        _fp8.check_call(self)
         if self.lora is not None:
             self.lora.check(self)
         if x.dim() < 2:
@@ -192,6 +217,8 @@ class ParallelLinear(ParallelModule):
         text += f", bias={self.bias is not None}, sequence_parallel={self.sequence_parallel}"
         if self.sequence_parallel:
             text += f", sequence_dim={self.sequence_dim}"
+        if self.recipe is not None:
+            text += f", FP8: {self.recipe}"
         if self.lora is not None:
             text += f", {self.lora}"
         return f"{text}, {self._group_repr()}"

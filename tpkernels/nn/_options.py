@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import torch
 
+from tpkernels.fp8.recipe import RecipeLike
 from tpkernels.nn.sharding import GroupLike
 
-__all__ = ["LayerOptions", "joined"]
+__all__ = ["LayerOptions", "ModelOptions", "column", "joined", "row"]
 
 
 class LayerOptions(TypedDict, total=False):
@@ -25,9 +26,29 @@ class LayerOptions(TypedDict, total=False):
     path: str
     gradient_accumulation_fusion: bool | None
     delay_wgrad: bool
+    recipe: RecipeLike | None
 
 
-def joined(options: LayerOptions, key: str) -> LayerOptions:
-    """The options with ``key`` added to the name."""
+class ModelOptions(LayerOptions, total=False):
+    """Of modules that have several layers. ``keep_gathered``: of their column-parallel ones."""
+
+    keep_gathered: bool
+
+
+def joined(options: ModelOptions, key: str) -> ModelOptions:
+    """The options with ``key`` added to the name: of a module below."""
     name = options.get("name", "")
-    return LayerOptions(**{**options, "name": f"{name}.{key}" if name else key})
+    return ModelOptions(**{**options, "name": f"{name}.{key}" if name else key})
+
+
+def column(options: ModelOptions, key: str) -> ModelOptions:
+    """Those of a column-parallel layer below."""
+    return joined(options, key)
+
+
+def row(options: ModelOptions, key: str) -> LayerOptions:
+    """Those of a row-parallel layer below, which gathers nothing."""
+    own: Any = dict(joined(options, key))
+    own.pop("keep_gathered", None)
+    made: LayerOptions = own
+    return made

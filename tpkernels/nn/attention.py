@@ -2,9 +2,12 @@
 
 q, k and v share one gather of the sequence (``column_parallel``); every rank computes attention for its heads over
 the whole sequence; the output projection is row-parallel. Grouped queries: a rank needs the k and v of its own q
-heads, so the kv heads are cut too. Where there are fewer of them than ranks, several ranks hold one
-(``shared_columns``): a kv head is then whole on the ranks whose q heads use it, and its weights' gradients are summed
-over those.
+heads, so the kv heads are cut too, into as many parts as divide both them and the ranks. Where those are fewer parts
+than ranks, several ranks in a row hold one (``shared_columns``): they have the kv heads of all their q heads, and the
+gradients of these weights are summed over them.
+
+    4 kv heads on 2 ranks: 2 parts of 2        2 on 4: 2 parts of 1, on 2 ranks each
+    2 on 3: 1 part of 2, on all                4 on 6: 2 parts of 2, on 3 ranks each
 
 The core is torch's scaled-dot-product attention. With dropout of the probabilities it is written out, since torch's
 draws from its own generator, and the mask would depend on the number of ranks.
@@ -12,6 +15,7 @@ draws from its own generator, and the mask would depend on the number of ranks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -20,8 +24,9 @@ from torch.nn import functional as F
 from typing_extensions import Unpack
 
 from tpkernels.errors import ArgumentError
+from tpkernels.nn import _options
 from tpkernels.nn._checks import agreed
-from tpkernels.nn._options import LayerOptions, joined
+from tpkernels.nn._options import ModelOptions
 from tpkernels.nn.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
 from tpkernels.nn.masks import Step, apply_mask, check_name, check_probability, check_step, keep_mask
 from tpkernels.nn.recompute import recomputed
@@ -38,22 +43,30 @@ def _check_heads(hidden: int, heads: int, kv_heads: int, head_dim: int, rotary: 
             f"kv_heads: the {heads} heads must be a multiple of it, so that every kv head serves equally many, "
             f"but it is {kv_heads}."
         )
-    fits = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
-    for argument, count, fit in (
-        ("heads", heads, heads % world == 0),
-        ("kv_heads", kv_heads, kv_heads % world == 0 or world % kv_heads == 0),
-    ):
-        if not fit:
-            raise ArgumentError(
-                f"{argument}: they are shared out evenly over the group, but {count} {argument} cannot be shared by "
-                f"{world} ranks; with {heads} heads and {kv_heads} kv_heads the group may have "
-                f"{', '.join(map(str, fits))} ranks."
-            )
+    if heads % world:
+        fits = [n for n in range(1, heads + 1) if heads % n == 0]
+        raise ArgumentError(
+            f"heads: they are shared out evenly over the group, but {heads} heads cannot be shared by {world} ranks; "
+            f"the group may have {', '.join(map(str, fits))} ranks."
+        )
     if head_dim < 1 or (rotary and head_dim % 2):
         raise ArgumentError(
             f"head_dim: it must be positive, and even for rotary positions, but it is {head_dim} "
             f"(hidden {hidden} / {heads} heads unless given)."
         )
+
+
+def _queries(heads: int, kv_heads: int, rank: int, world: int) -> tuple[int, ...]:
+    """How many of a rank's q heads use each of the kv heads that it holds.
+
+    >>> [_queries(12, 2, rank, 3) for rank in range(3)]
+    [(4, 0), (2, 2), (0, 4)]
+    """
+    parts = math.gcd(kv_heads, world)
+    held, own = kv_heads // parts, heads // world
+    first = rank // (world // parts) * held
+    used = [q * kv_heads // heads - first for q in range(rank * own, (rank + 1) * own)]
+    return tuple(used.count(head) for head in range(held))
 
 
 def _written_out(q: Tensor, k: Tensor, v: Tensor, causal: bool, keep: Tensor, p: float) -> Tensor:
@@ -73,8 +86,7 @@ class ParallelAttention(nn.Module):
 
     Args:
         hidden: features of x.
-        heads, kv_heads: of the whole layer; kv_heads None: as many as heads. heads must divide by the world, kv_heads
-            too, or the world by kv_heads: each is then on world / kv_heads ranks.
+        heads, kv_heads: of the whole layer; kv_heads None: as many as heads. heads must divide by the world.
         head_dim: elements of a head; None: hidden / heads.
         causal: every position sees itself and those before it.
         rotary_base: base of the rotary positions; None: no positions.
@@ -103,7 +115,7 @@ class ParallelAttention(nn.Module):
         out_bias: bool = False,
         dropout: float = 0.0,
         recompute_core: bool = False,
-        **options: Unpack[LayerOptions],
+        **options: Unpack[ModelOptions],
     ) -> None:
         super().__init__()
         sequence_dim = options.get("sequence_dim", 0)
@@ -127,7 +139,9 @@ class ParallelAttention(nn.Module):
         self.heads = heads
         self.kv_heads = kv_heads
         self.local_heads = heads // group.world
-        self.local_kv_heads = max(1, kv_heads // group.world)
+        parts = math.gcd(kv_heads, group.world)
+        self.local_kv_heads = kv_heads // parts
+        self.queries = _queries(heads, kv_heads, group.rank, group.world)
         self.first_head = group.rank * self.local_heads
         self.causal = causal
         self.rotary_base = rotary_base
@@ -135,22 +149,34 @@ class ParallelAttention(nn.Module):
         self.recompute_core = recompute_core
         self.sequence_dim = sequence_dim
         self.seed = options.get("seed", 0)
-        shared = kv_heads % group.world != 0
 
         def key_value(key: str) -> ColumnParallelLinear:
-            features, own = kv_heads * self.head_dim, joined(options, key)
-            if shared:
-                return SharedColumnParallelLinear(hidden, features, kv_heads, bias=bias, **own)
+            features, own = kv_heads * self.head_dim, _options.column(options, key)
+            if parts != group.world:
+                return SharedColumnParallelLinear(hidden, features, parts, bias=bias, **own)
             return ColumnParallelLinear(hidden, features, bias=bias, **own)
 
         self.q_proj = ColumnParallelLinear(
-            hidden, heads * self.head_dim, bias=bias, **joined(options, "q_proj")
+            hidden, heads * self.head_dim, bias=bias, **_options.column(options, "q_proj")
         )
         self.k_proj = key_value("k_proj")
         self.v_proj = key_value("v_proj")
         self.o_proj = RowParallelLinear(
-            heads * self.head_dim, hidden, bias=out_bias, **joined(options, "o_proj")
+            heads * self.head_dim, hidden, bias=out_bias, **_options.row(options, "o_proj")
         )
+
+    def _for_queries(self, x: Tensor) -> Tensor:
+        """[B, kv heads held, S, D] -> those that this rank's q heads use, in equal groups. Mostly a view.
+
+        Copies are made by expand and cat, whose gradients are sums in a fixed order.
+        """
+        used = [head for head, count in enumerate(self.queries) if count]
+        counts = [self.queries[head] for head in used]
+        x = x.narrow(1, used[0], len(used))
+        if min(counts) == max(counts):
+            return x
+        each = [head.expand(-1, count, -1, -1) for head, count in zip(x.split(1, 1), counts, strict=True)]
+        return torch.cat(each, 1)
 
     def _split_heads(self, y: Tensor, count: int) -> Tensor:
         """[S, B, count * D] or [B, S, count * D] -> [B, count, S, D], a view."""
@@ -173,7 +199,7 @@ class ParallelAttention(nn.Module):
     def _core(self, q: Tensor, k: Tensor, v: Tensor, step: Step | None) -> Tensor:
         """[B, heads, S, D], k and v [B, kv heads, S, D], all local -> as q."""
         if not self._drops:
-            gqa = self.local_heads != self.local_kv_heads
+            gqa = q.shape[1] != k.shape[1]
             return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=gqa)
         keep = keep_mask(
             (*q.shape[:3], k.shape[2]),
@@ -215,6 +241,7 @@ class ParallelAttention(nn.Module):
             if rotary is None:
                 rotary = rotary_tables(q.shape[2], self.head_dim, base=self.rotary_base, device=x.device)
             q, k = apply_rotary(q, *rotary), apply_rotary(k, *rotary)
+        k, v = self._for_queries(k), self._for_queries(v)
         if self.recompute_core:
             y = recomputed(self._core, q, k, v, step, keep_random_state=False)
         else:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from tpkernels.errors import ArgumentError
-from tpkernels.nn._options import LayerOptions, joined
+from tpkernels.nn._options import ModelOptions, joined
 from tpkernels.nn.attention import ParallelAttention
 from tpkernels.nn.masks import Dropout, Step, check_name, check_probability
 from tpkernels.nn.mlp import ParallelMLP
@@ -63,7 +63,7 @@ class ParallelTransformerBlock(nn.Module):
         dropout: float = 0.0,
         attention_dropout: float = 0.0,
         recompute: str = "none",
-        **options: Unpack[LayerOptions],
+        **options: Unpack[ModelOptions],
     ) -> None:
         super().__init__()
         if norm not in _NORMS:

@@ -47,7 +47,7 @@ from typing_extensions import Unpack
 
 import tpkernels as tpk
 from tpkernels.errors import ArgumentError
-from tpkernels.nn import lora
+from tpkernels.nn import _fp8, lora
 from tpkernels.nn._linear import LinearOptions, ParallelLinear
 from tpkernels.nn.sharding import Placement
 from tpkernels.ops._checks import check_activation
@@ -64,6 +64,7 @@ _SHARED = (
     "activation",
     "keep_gathered",
     "path",
+    "recipe",
 )
 
 
@@ -183,14 +184,17 @@ class RowParallelLinear(ParallelLinear):
         out_dtype = _residual_dtype(x, residual)
         if not self.input_is_parallel:
             x = tpk.regions.split(x, -1, self.group_name, shard_sizes=list(self.in_sizes))
-        inputs, weights = [x], [self.weight.t()]
+        bias = None if self.skip_bias_add else self.bias
+        if self.recipe is not None:
+            y = _fp8.row(self, x, bias, residual, out_dtype, shard_sizes)
+            return (y, self._bias_to_add()) if self.skip_bias_add else y
+        inputs, weights = [x], [self._operand(self.weight).t()]
         into: list[Sink | None] = [self._sink()]
         if lora.active(self):
             inner, outer = lora.row_factors(self, x)
             inputs.append(inner)
             weights.append(outer)
             into.append(None)
-        bias = None if self.skip_bias_add else self.bias
         if self.sequence_parallel:
             y = tpk.matmul_reduce_scatter(
                 inputs,
@@ -244,8 +248,8 @@ def column_parallel(
     """What several column-parallel layers return for one input: one gather forward, one reduction backward.
 
     Args:
-        layers: made alike: same in_features, group, sequence_parallel, sequence_dim, activation, keep_gathered and
-            path.
+        layers: made alike: same in_features, group, sequence_parallel, sequence_dim, activation, keep_gathered,
+            path and recipe.
         x, shard_sizes: as in ``ColumnParallelLinear``.
     Raises:
         ArgumentError: the layers differ, or x does not fit them.
@@ -254,6 +258,9 @@ def column_parallel(
         raise ArgumentError("layers: at least one column-parallel layer is needed, but there is none.")
     first = layers[0]
     first._agree(x, lambda: _check_together(layers, x, shard_sizes))
+    if first.recipe is not None:
+        outputs = _fp8.columns(layers, x, shard_sizes)
+        return [layer._finished(y) for layer, y in zip(layers, outputs, strict=True)]
     adapted = any(lora.active(layer) for layer in layers)
     common: dict[str, Any] = {
         "biases": [None if layer.skip_bias_add else layer._operand(layer.bias) for layer in layers],

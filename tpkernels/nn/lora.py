@@ -32,6 +32,7 @@ from torch.nn import functional as F
 
 import tpkernels as tpk
 from tpkernels.errors import ArgumentError
+from tpkernels.nn import _fp8
 from tpkernels.nn._linear import ParallelLinear
 from tpkernels.nn.sharding import Shard
 from tpkernels.nn.state import full_tensors, load_full_state_dict
@@ -122,6 +123,8 @@ def add_lora_(
             raise ArgumentError(
                 f"module: {name or type(layer).__name__} has LoRA factors already; remove_lora_() takes them away."
             )
+        if layer.recipe is not None:
+            raise ArgumentError(_fp8.refused(name or layer.name or type(layer).__name__))
     if freeze:
         module.requires_grad_(False)
     for name, layer in layers.items():

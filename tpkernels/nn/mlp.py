@@ -16,7 +16,8 @@ from torch.nn import functional as F
 from typing_extensions import Unpack
 
 from tpkernels.errors import ArgumentError
-from tpkernels.nn._options import LayerOptions, joined
+from tpkernels.nn import _options
+from tpkernels.nn._options import ModelOptions
 from tpkernels.nn.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
 
 __all__ = ["ParallelMLP"]
@@ -31,7 +32,7 @@ class ParallelMLP(nn.Module):
         hidden, intermediate: features of x and between the two products.
         activation: "swiglu", "gelu" (erf), "gelu_tanh", "relu" or "silu".
         bias: of every layer.
-        options: as in ``ColumnParallelLinear`` and ``RowParallelLinear``.
+        options: as in ``ColumnParallelLinear`` and ``RowParallelLinear``; keep_gathered is for up (and gate).
     Parameters:
         up_proj, down_proj and, for "swiglu", gate_proj; each with weight and perhaps bias.
     Shape:
@@ -45,7 +46,7 @@ class ParallelMLP(nn.Module):
         *,
         activation: str = "swiglu",
         bias: bool = False,
-        **options: Unpack[LayerOptions],
+        **options: Unpack[ModelOptions],
     ) -> None:
         super().__init__()
         if activation != "swiglu" and activation not in _PLAIN:
@@ -54,7 +55,7 @@ class ParallelMLP(nn.Module):
         self.activation = activation
 
         def column(key: str, epilogue: str | None) -> ColumnParallelLinear:
-            own = joined(options, key)
+            own = _options.column(options, key)
             return ColumnParallelLinear(hidden, intermediate, bias=bias, activation=epilogue, **own)
 
         if activation == "swiglu":
@@ -62,7 +63,9 @@ class ParallelMLP(nn.Module):
             self.up_proj = column("up_proj", None)
         else:
             self.up_proj = column("up_proj", activation)
-        self.down_proj = RowParallelLinear(intermediate, hidden, bias=bias, **joined(options, "down_proj"))
+        self.down_proj = RowParallelLinear(
+            intermediate, hidden, bias=bias, **_options.row(options, "down_proj")
+        )
 
     def forward(
         self, x: Tensor, residual: Tensor | None = None, shard_sizes: Sequence[int] | None = None

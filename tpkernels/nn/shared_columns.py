@@ -20,9 +20,17 @@ from tpkernels.errors import ArgumentError
 from tpkernels.nn._linear import LinearOptions
 from tpkernels.nn.linear import ColumnParallelLinear
 from tpkernels.nn.sharding import Placement, Shard
-from tpkernels.ops._main_grad import Sink, Target, checked
+from tpkernels.ops import _main_grad
+from tpkernels.ops._main_grad import Sink, checked
 
 __all__ = ["SharedColumnParallelLinear"]
+
+
+def _sum_over_copies(grad: Tensor, placement: Shard) -> Tensor:
+    """The sum of the gradients of all ranks that hold this part."""
+    whole = grad.new_zeros(placement.global_shape(grad.shape))
+    placement.take(whole).copy_(grad)
+    return placement.take(torch.ops.tpkernels.all_reduce(whole, "sum", placement.group_name))
 
 
 class _SumOverCopies(torch.autograd.Function):
@@ -36,15 +44,9 @@ class _SumOverCopies(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
-        placement: Shard = ctx.placement
-        whole = grad.new_zeros(placement.global_shape(grad.shape))
-        placement.take(whole).copy_(grad)
-        total = placement.take(torch.ops.tpkernels.all_reduce(whole, "sum", placement.group_name))
-        if ctx.parameter is None:
-            return total.contiguous(), None, None
-        checked(ctx.parameter).add_(total)
-        stand_in = Target(ctx.parameter, None).added(grad)
-        return None if stand_in is None else stand_in.t(), None, None
+        total = _sum_over_copies(grad, ctx.placement)
+        made = total.contiguous() if ctx.parameter is None else _main_grad.add(ctx.parameter, total)
+        return made, None, None
 
 
 class SharedColumnParallelLinear(ColumnParallelLinear):
@@ -53,7 +55,8 @@ class SharedColumnParallelLinear(ColumnParallelLinear):
     Args:
         in_features, out_features: of the whole layer.
         parts: divides out_features and the world.
-        options: as in ``ColumnParallelLinear``. ``delay_wgrad`` does not hold for it: the gradient has to travel.
+        options: as in ``ColumnParallelLinear``. With ``delay_wgrad`` it is ``backward_dw()`` that sums the gradient
+            over the ranks: all of the group call it together, in the same order among their layers.
     Shape:
         x: [..., in_features] -> [..., out_features / parts], equal on the ranks that share a part.
     Raises:
@@ -61,10 +64,16 @@ class SharedColumnParallelLinear(ColumnParallelLinear):
     """
 
     def __init__(
-        self, in_features: int, out_features: int, parts: int, **options: Unpack[LinearOptions]
+        self,
+        in_features: int,
+        out_features: int,
+        parts: int,
+        *,
+        keep_gathered: bool = False,
+        **options: Unpack[LinearOptions],
     ) -> None:
         self.parts = parts
-        super().__init__(in_features, out_features, **options)
+        super().__init__(in_features, out_features, keep_gathered=keep_gathered, **options)
 
     def _placed(self) -> tuple[Placement, Placement]:
         for what, count in (("out_features", self.out_features), ("the ranks of the group", self.world)):
@@ -75,11 +84,21 @@ class SharedColumnParallelLinear(ColumnParallelLinear):
         self.out_sizes = tuple(sizes[0] for _ in range(self.world))
         return cut, cut
 
-    def _operand(self, parameter: Any) -> Any:
+    @property
+    def _shared(self) -> Shard | None:
+        """Where the parameters lie, if other ranks hold them too."""
         cut = self.placements["weight"]
-        if parameter is None or not isinstance(cut, Shard) or cut.copies == 1:
-            return parameter
+        return cut if isinstance(cut, Shard) and cut.copies > 1 else None
+
+    def _operand(self, parameter: Any) -> Any:
+        cut = self._shared
+        if parameter is None or cut is None or (parameter is self.weight and self.delay_wgrad):
+            return super()._operand(parameter)  # a delayed one is summed when it is made
         return _SumOverCopies.apply(parameter, cut, parameter is self.weight and self._fuses())
+
+    def _run_delayed(self) -> None:
+        cut = self._shared
+        self._delayed.run(None if cut is None else lambda grad: _sum_over_copies(grad, cut))
 
     def _fuses(self) -> bool:
         """Whether the weight's gradient goes to ``main_grad``."""
@@ -88,7 +107,8 @@ class SharedColumnParallelLinear(ColumnParallelLinear):
         return wanted and (getattr(self.weight, "main_grad", None) is not None if fuse is None else fuse)
 
     def _sink(self) -> Sink | None:
-        return None  # no product makes it: it has to be summed first
+        """No product makes the gradient of a part that others hold too: it has to be summed first."""
+        return super()._sink() if self.delay_wgrad or self._shared is None else None
 
     def _check_main_grad(self) -> None:
         if self._fuses():

@@ -42,6 +42,11 @@ def all_gather(x: Tensor, dim: int, sizes: Sequence[int], group: Group) -> Tenso
     """Concatenate every rank's ``x`` along ``dim``; rank r has ``sizes[r]`` rows. Returns a new tensor."""
     if group.world == 1:
         return x.clone(memory_format=torch.contiguous_format)
+    if dim == 0 and min(sizes) == max(sizes) and x.numel() > 0:  # the collective itself, without copies
+        with _phase("gather", x, group):
+            gathered = x.new_empty(group.world * x.numel()).view(-1, *x.shape[1:])
+            _all_gather_single(gathered, x.contiguous(), group=group.process_group)
+            return gathered
     shapes = [_with_dim(x.shape, dim, size) for size in sizes]
     counts = [math.prod(shape) for shape in shapes]
     if max(counts) == 0:
@@ -158,7 +163,7 @@ def _is_outermost(dim: int, x: Tensor) -> bool:
 def _by_owner(partial: Tensor, dim: int, sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
     """[elements]: the rows of ``dim`` of each rank, one rank's behind the other's. May be ``partial`` itself."""
     if _is_outermost(dim, partial):
-        return partial.to(dtype).contiguous().view(-1)
+        return (partial if partial.dtype == dtype else partial.to(dtype)).contiguous().view(-1)
     sent = partial.new_empty(partial.numel(), dtype=dtype)
     if min(sizes) == max(sizes):
         shards = partial.unflatten(dim, (len(sizes), sizes[0])).movedim(dim, 0)
@@ -194,11 +199,12 @@ def _exchange(sent: Tensor, shape: Sequence[int], dim: int, sizes: Sequence[int]
         to[rank] = into[rank] = sent[:0]
         dist.all_to_all(into, to, group=group.process_group)
         return _Pieces(received, own, rank)
+    even = min(counts) == max(counts)
     dist.all_to_all_single(
         received.view(-1),
         sent,
-        output_split_sizes=[mine] * group.world,
-        input_split_sizes=counts,
+        output_split_sizes=None if even else [mine] * group.world,
+        input_split_sizes=None if even else counts,
         group=group.process_group,
     )
     return _Pieces(received)

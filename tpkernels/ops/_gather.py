@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpkernels.comm import auto, fused
+from tpkernels.comm import auto, fused, runtime
 from tpkernels.comm.auto import Asked
 from tpkernels.comm.faults import Reported
 from tpkernels.comm.gathered import Use, plain
@@ -29,14 +29,16 @@ from tpkernels.ops._matmul import weight_grad
 from tpkernels.ops._products import (
     Plan,
     bias_grads,
+    biases_by_weight,
+    describe_products,
     grads_wanted,
-    no_grad,
     note_products,
     preact_grads,
     run_products,
     validate_products,
 )
 from tpkernels.ops._registry import register
+from tpkernels.ops._remembered import Remembered, signature, signatures
 
 
 def _plan_gather(
@@ -63,26 +65,56 @@ def _plan_gather(
     )
     choice = _paths.choose_gemm(request, a_shard.device.type, a_shard.dtype)
     small = _paths.choose_beside(request, a_shard.device.type, a_shard.dtype)
-    return Plan(group, dim, rows, dtype, transport, choice, by_weight, request.open, small)
+    return Plan(group, by_weight, dim, rows, dtype, transport, choice, request.open, small)
 
 
-def _asked(a_shard: Tensor, bs: Sequence[Tensor], plan: Plan) -> tuple[Asked, list[int]]:
-    """The call as path "auto" sees it, and rows of every shard."""
-    ns = tuple(b.shape[1] for b in bs)
-    others = math.prod(n for d, n in enumerate(a_shard.shape[:-1]) if d != plan.dim)
-    asked = Asked("all_gather_matmul", (a_shard.shape[-1],), ns, a_shard.dtype, plan.out_dtype)
-    return asked, [size * others for size in plan.sizes]
+_remembered: Remembered[tuple[Any, ...]] = Remembered()
 
 
-def _settled(a_shard: Tensor, bs: Sequence[Tensor], plan: Plan) -> Plan:
+def _planned(
+    group: Group,
+    a_shard: Tensor,
+    bs: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    bias_of: Sequence[int],
+    activation: str,
+    gather_dim: int,
+    sizes: Sequence[int] | None,
+    out_dtype: torch.dtype | None,
+    path: str,
+) -> Plan:
+    """:func:`_plan_gather`, with what path "auto" needs, remembered."""
+
+    def decide() -> tuple[Any, ...]:
+        plan = _plan_gather(
+            group, a_shard, bs, biases, bias_of, activation, gather_dim, sizes, out_dtype, path
+        )
+        others = math.prod(n for d, n in enumerate(a_shard.shape[:-1]) if d != plan.dim)
+        ns = tuple(b.shape[1] for b in bs)
+        asked = Asked("all_gather_matmul", (a_shard.shape[-1],), ns, a_shard.dtype, plan.out_dtype)
+        rows = [size * others for size in plan.sizes]
+        chooses = plan.open and auto.arises(asked, rows, group, a_shard.device, plan.transport)
+        detail = describe_products(a_shard, bs, sum(rows))
+        return plan._replace(asked=asked, rows=rows, chooses=chooses, detail=detail).rest()
+
+    transport = _groups.transport_of(group, a_shard.device, "a_shard")
+    tensors = signature(a_shard), signatures(bs), signatures(biases), tuple(bias_of)
+    options = activation, gather_dim, None if sizes is None else tuple(sizes), out_dtype, path
+    place = group.rank, group.world, transport, _paths.environment(path), runtime.active
+    rest = _remembered.get((tensors, options, place), decide)
+    return Plan(group, biases_by_weight(len(bs), biases, bias_of), *rest)
+
+
+def _settled(a_shard: Tensor, plan: Plan) -> Plan:
     """The plan that path "auto" comes to, and that of a small gather."""
-    asked, rows = _asked(a_shard, bs, plan)
-    if plan.open:
+    if plan.chooses and plan.asked is not None:
         transport, choice = _paths.choose_fused(
-            asked, rows, plan.group, a_shard.device, plan.transport, plan.choice
+            plan.asked, plan.rows, plan.group, a_shard.device, plan.transport, plan.choice
         )
         plan = plan._replace(transport=transport, choice=choice)
-    way = asked.way(rows) if plan.transport == _paths.FUSED else None
+    if plan.transport != _paths.FUSED or plan.asked is None:
+        return plan
+    way = plan.asked.way(plan.rows)
     if way is None:
         return plan
     return plan._replace(choice=_paths.beside(plan.choice, plan.small, plan.open), way=way)
@@ -114,13 +146,11 @@ def gather_over(
     group = _groups.resolve(group_name)
 
     def validate() -> Plan:
-        return _plan_gather(
+        return _planned(
             group, a_shard, bs, biases, bias_of, activation, gather_dim, shard_sizes, out_dtype, path
         )
 
     def facts(plan: Plan) -> _agreement.Facts:
-        asked, rows = _asked(a_shard, bs, plan)
-        chooses = plan.open and auto.arises(asked, rows, group, a_shard.device, plan.transport)
         other = [n for d, n in enumerate(a_shard.shape) if d != plan.dim]
         return {
             "a_shard's dtype": str(a_shard.dtype),
@@ -129,11 +159,11 @@ def gather_over(
             "shard_sizes (or the equal sizes that None stands for)": plan.sizes,
             "gradients wanted (a_shard, any b)": grads_wanted([a_shard], bs),
             "path 'fused'": plan.transport == _paths.FUSED,
-            "path 'auto', and out_dtype": [chooses, chooses and str(plan.out_dtype)],
+            "path 'auto', and out_dtype": [plan.chooses, plan.chooses and str(plan.out_dtype)],
         }
 
     plan = _agreement.validated("all_gather_matmul", group, a_shard, validate, facts)
-    plan = _settled(a_shard, bs, plan)
+    plan = _settled(a_shard, plan)
     want_gathered = return_gathered or save_gathered
     if plan.way is not None:
         gathered = fused.small_gather(group, a_shard, plan.dim, plan.sizes)
@@ -152,7 +182,7 @@ def gather_over(
             use=use,
         )
         if made is not None:
-            note_products("all_gather_matmul", plan, a_shard, bs, math.prod(made[0].shape[:-1]))
+            note_products("all_gather_matmul", plan)
             return made
         gathered = a_shard.new_empty(_gathered_shape(a_shard, plan.dim, plan.sizes))  # no element
         plan = plan._replace(transport="none")
@@ -271,7 +301,7 @@ def _all_gather_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...
             weight_grad(operand(), dy, b, ctx.path, target=target) if need and dy is not None else None
             for need, dy, b, target in zip(need_bs, dys, bs, ctx.targets, strict=True)
         ]
-    return (grad_a, grad_bs, bias_grads(ctx, dys), no_grad(ctx.bias_of), *(None,) * 9)
+    return grad_a, grad_bs, bias_grads(ctx, dys)
 
 
 def _reduce_scatter_grad(

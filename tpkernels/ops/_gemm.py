@@ -17,9 +17,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tpkernels.ops import _activation, _nvtx
+from tpkernels.ops import _activation, _nvtx, _plans
 from tpkernels.ops._collectives import accumulate_dtype
-from tpkernels.ops._paths import Choice
+from tpkernels.ops._paths import Choice, PlanArguments
+from tpkernels.tune import mode
 
 
 class Epilogue(NamedTuple):
@@ -47,10 +48,14 @@ PLAIN = Epilogue()
 
 
 class Product(NamedTuple):
-    """Result of a local product. ``kept``, if asked for: [pre-activation], with a gate [alpha a b, alpha a gate]."""
+    """Result of a local product. ``kept``, if asked for: [pre-activation], with a gate [alpha a b, alpha a gate].
+
+    choice: what ran, where tuning replaced what was chosen.
+    """
 
     out: Tensor
     kept: list[Tensor]
+    choice: Choice | None = None
 
 
 def output_shape(a: Tensor, b: Tensor) -> list[int]:
@@ -77,29 +82,50 @@ def run(
     want_preact: bool = False,
 ) -> Product:
     """Multiply ``a`` [..., M, K] by ``b`` [K, N] (or batched) with an epilogue. Arguments are checked already."""
+    if choice.open and mode.active():
+        from tpkernels.tune import local
+
+        choice = local.tuned(choice, a, b, epilogue, out_dtype=out_dtype, want_preact=want_preact)
     with _nvtx.phase("product", choice.gemm):
         if choice.gemm == "streamk":
-            return _streamk(a, b, epilogue, out_dtype, want_preact)
-        return _library(a, b, epilogue, out_dtype, want_preact)
-
-
-def accumulate(choice: Choice, a: Tensor, b: Tensor, acc: Tensor) -> None:
-    """``acc += a @ b``, the sum rounded once to ``acc``'s dtype. ``acc`` has the product's shape."""
-    with _nvtx.phase("product", choice.gemm):
-        if choice.gemm == "streamk":
-            a3, b3 = _as_batched(a, b)
-            try:
-                acc3 = acc.view(a3.shape[0], a3.shape[1], b3.shape[2])
-            except RuntimeError:  # batch dimensions that no view can join
-                acc += _streamk(a, b, PLAIN, accumulate_dtype(acc.dtype), False).out
-                return
-            torch.ops.tpkernels.streamk_gemm(a3, b3, None, acc3, None, "none", True)
-            return
-        rows = _rows_view(acc) if b.dim() == 2 and acc.dtype == accumulate_dtype(a.dtype) else None
-        if rows is None:
-            acc += _library(a, b, PLAIN, accumulate_dtype(acc.dtype), False).out
+            product = _streamk(a, b, epilogue, out_dtype, want_preact, choice.plan)
         else:
-            _add_product(rows, a.flatten(0, -2), b)
+            product = _library(a, b, epilogue, out_dtype, want_preact)
+        return product._replace(choice=choice)
+
+
+def accumulate(choice: Choice, a: Tensor, b: Tensor, acc: Tensor) -> Choice:
+    """``acc += a @ b``, the sum rounded once to ``acc``'s dtype. ``acc`` has the product's shape.
+
+    Returns what ran, which tuning may have chosen.
+    """
+    if choice.open and mode.active():
+        from tpkernels.tune import local
+
+        choice = local.tuned(choice, a, b, PLAIN, out_dtype=acc.dtype, into=acc)
+    with _nvtx.phase("product", choice.gemm):
+        _accumulate(choice, a, b, acc)
+    return choice
+
+
+def _accumulate(choice: Choice, a: Tensor, b: Tensor, acc: Tensor) -> None:
+    if choice.gemm == "streamk":
+        a3, b3 = _as_batched(a, b)
+        try:
+            acc3 = acc.view(a3.shape[0], a3.shape[1], b3.shape[2])
+        except RuntimeError:  # batch dimensions that no view can join
+            acc += _streamk(a, b, PLAIN, accumulate_dtype(acc.dtype), False, choice.plan).out
+        else:
+            tf32 = _plans.may_use_tf32(a.dtype)
+            torch.ops.tpkernels.streamk_gemm(
+                a3, b3, None, acc3, None, "none", True, allow_tf32=tf32, **_arguments(choice.plan)
+            )
+        return
+    rows = _rows_view(acc) if b.dim() == 2 and acc.dtype == accumulate_dtype(a.dtype) else None
+    if rows is None:
+        acc += _library(a, b, PLAIN, accumulate_dtype(acc.dtype), False).out
+    else:
+        _add_product(rows, a.flatten(0, -2), b)
 
 
 def _add_product(acc: Tensor, a: Tensor, b: Tensor) -> None:
@@ -110,12 +136,18 @@ def _add_product(acc: Tensor, a: Tensor, b: Tensor) -> None:
         acc.addmm_(a.to(acc.dtype), b.to(acc.dtype))
 
 
-def _streamk(a: Tensor, b: Tensor, e: Epilogue, out_dtype: torch.dtype, want_preact: bool) -> Product:
+def _arguments(plan: PlanArguments) -> dict[str, str | int]:
+    return {"schedule": plan.schedule, "splits": plan.splits, "tile": plan.tile}
+
+
+def _streamk(
+    a: Tensor, b: Tensor, e: Epilogue, out_dtype: torch.dtype, want_preact: bool, plan: PlanArguments
+) -> Product:
     if e.gate is not None and want_preact:  # the kernel cannot store both products
         wide, alone = accumulate_dtype(a.dtype), Epilogue(alpha=e.alpha)
-        return _finish(lambda right: _streamk(a, right, alone, wide, False).out, b, e, out_dtype, True)
+        return _finish(lambda right: _streamk(a, right, alone, wide, False, plan).out, b, e, out_dtype, True)
     shape = output_shape(a, b)
-    a3, b3 = _as_batched(a, b)
+    a3, b3, *gates = _as_batched(a, b, *([] if e.gate is None else [e.gate]))
     out = a.new_empty(a3.shape[0], a3.shape[1], b3.shape[2], dtype=out_dtype)
     preact = torch.empty_like(out) if want_preact else None
     torch.ops.tpkernels.streamk_gemm(
@@ -126,19 +158,19 @@ def _streamk(a: Tensor, b: Tensor, e: Epilogue, out_dtype: torch.dtype, want_pre
         preact,
         e.activation,
         False,
-        gate=None if e.gate is None else _as_batched(a, e.gate)[1],
-        residual=None if e.residual is None else _readable(e.residual).reshape(out.shape),
+        gate=gates[0] if gates else None,
+        residual=None if e.residual is None else e.residual.reshape(out.shape),
         alpha=e.alpha,
+        allow_tf32=_plans.may_use_tf32(a.dtype),
+        **_arguments(plan),
     )
     return Product(out.view(shape), [] if preact is None else [preact.view(shape)])
 
 
-def _readable(residual: Tensor) -> Tensor:
-    """As the kernels read it: those of CUDA know no float64."""
-    return residual.float() if residual.is_cuda and residual.dtype == torch.float64 else residual
-
-
 def _library(a: Tensor, b: Tensor, e: Epilogue, out_dtype: torch.dtype, want_preact: bool) -> Product:
+    if e.is_plain and not want_preact:
+        product = _wide_product(a, b, out_dtype, keep_wide=False)
+        return Product(product if product.dtype == out_dtype else product.to(out_dtype), [])
     if not want_preact and a.is_cuda and out_dtype == a.dtype and b.dim() == 2:
         whole = _one_cublas_call(a, b, e)
         if whole is not None:
@@ -207,18 +239,39 @@ def _wide_product(a: Tensor, b: Tensor, out_dtype: torch.dtype, *, keep_wide: bo
     return product.view(output_shape(a, b))
 
 
-def _as_batched(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Views [B, M, K] and [B, K, N] of both operands, copies only where no view exists."""
-    if b.dim() == 2:
+def _as_batched(a: Tensor, *bs: Tensor) -> list[Tensor]:
+    """Views [B, M, K] and [B, K, N] of the left and of each right operand, copies only where no view exists.
+
+    The right ones have one shape. Where they are the same for several matrices of ``a``, all those are one matrix.
+    """
+    if bs[0].dim() == 2:
         if a.dim() == 2:
-            return a.unsqueeze(0), b.unsqueeze(0)
+            return [a.unsqueeze(0), *(b.unsqueeze(0) for b in bs)]
         rows = _rows_view(a)
         if rows is not None:
-            return rows.unsqueeze(0), b.unsqueeze(0)
+            return [rows.unsqueeze(0), *(b.unsqueeze(0) for b in bs)]
         a3 = _collapse_batch(a)
-        return a3, b.unsqueeze(0).expand(a3.shape[0], -1, -1)
-    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-    return _collapse_batch(a.expand(*batch, -1, -1)), _collapse_batch(b.expand(*batch, -1, -1))
+        return [a3, *(b.unsqueeze(0).expand(a3.shape[0], -1, -1) for b in bs)]
+    batch = torch.broadcast_shapes(a.shape[:-2], bs[0].shape[:-2])
+    left, *rights = (x.expand(*batch, -1, -1) for x in (a, *bs))
+    return [_collapse_batch(x) for x in _join_rows(left, rights)]
+
+
+def _join_rows(a: Tensor, bs: list[Tensor]) -> list[Tensor]:
+    """Without the last batch dimensions in which the right operands do not change, if their rows of ``a`` can be one
+    matrix without a copy: keys that several heads share."""
+    last = a.dim() - 2
+    while last > 0 and all(b.stride(last - 1) == 0 or b.shape[last - 1] == 1 for b in bs):
+        last -= 1
+    if last == a.dim() - 2 or a.numel() == 0:
+        return [a, *bs]
+    try:
+        joined = a.view(*a.shape[:last], -1, a.shape[-1])
+    except RuntimeError:
+        return [a, *bs]
+    for _ in range(a.dim() - 2 - last):
+        bs = [b.select(last, 0) for b in bs]
+    return [joined, *bs]
 
 
 def _rows_view(a: Tensor) -> Tensor | None:

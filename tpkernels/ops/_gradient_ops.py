@@ -15,21 +15,20 @@ matmul_reduce_scatter    ``dY W_i^T``, dY gathered                         ``X_i
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from tpkernels.comm.gathered import Gathered
 from tpkernels.ops import _gather, _reduce
 from tpkernels.ops._gradients import main_grads
-from tpkernels.ops._matmul import is_transposed, product_like, sum_rows
-from tpkernels.ops._registry import register
+from tpkernels.ops._matmul import is_transposed, product_below, product_like, sum_rows
+from tpkernels.ops._registry import below, register
 
 
 def _weight(b: Tensor, left: Tensor, right: Tensor, into: Tensor | None, path: str) -> list[Tensor]:
     """``left @ right``, the gradient of ``b``; nothing where it is added to ``into``."""
     if into is None:
-        return [product_like(b, left, right, path)]
-    torch.ops.tpkernels.matmul_accumulate(left, right, into, path)
+        return [product_like(b, left, right, lambda x, y: product_below(x, y, path))]
+    below("matmul_accumulate", left.device)(left, right, into, path)
     return []
 
 

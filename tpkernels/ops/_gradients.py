@@ -6,7 +6,7 @@ Where they do not serve (:func:`at_once`) the pass is made of the operations the
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from types import MappingProxyType
 
@@ -18,6 +18,7 @@ from tpkernels.ops._main_grad import Target
 
 Targets = Sequence[Target | None]
 Grads = list[Tensor | None]
+_NOTHING = nullcontext()
 
 _main_grads: ContextVar[Mapping[int, Tensor]] = ContextVar("_main_grads", default=MappingProxyType({}))
 
@@ -96,9 +97,13 @@ def _wanted(need: Sequence[bool], targets: Targets) -> list[bool]:
     ]
 
 
-@contextmanager
-def _handed(need: Sequence[bool], targets: Targets) -> Iterator[None]:
+def _handed(need: Sequence[bool], targets: Targets) -> AbstractContextManager[None]:
     """With what :func:`main_grads` returns meanwhile."""
+    return _NOTHING if all(target is None for target in targets) else _handing(need, targets)
+
+
+@contextmanager
+def _handing(need: Sequence[bool], targets: Targets) -> Iterator[None]:
     into = {i: target.into() for i, target in enumerate(targets) if target is not None and need[i]}
     token = _main_grads.set(into)
     try:

@@ -81,7 +81,7 @@ def transport_of(group: Group, device: torch.device, argument: str) -> str:
     if device.type == "meta":
         return "none"
     try:
-        return str(group.process_group._get_backend(torch.device(device.type)).name())
+        return str(group.process_group._get_backend(device).name())
     except RuntimeError as error:
         config = dist.get_backend(group.process_group)
         raise DeviceError(

@@ -74,9 +74,27 @@ class Delayed:
     later: Callable[[Tensor, bool, Tensor, Tensor, str], None]
 
 
+Sink = Tensor | Delayed
+
+
+def operand(parameter: Tensor, sink: Sink | None) -> Tensor:
+    """The parameter as the product takes its ``.t()``.
+
+    One whose gradient is delayed is a leaf of its own there: ``backward()`` then does not come to the parameter's
+    accumulator, whose hooks, such as those of DistributedDataParallel, run when the gradient is made.
+    """
+    return parameter.detach().requires_grad_() if isinstance(sink, Delayed) else parameter
+
+
 def accumulate(parameter: Any, left: Tensor, right: Tensor, path: str) -> Tensor | None:
     """``main_grad.t() += left @ right``; returns what the parameter gets for a gradient, which stands for it."""
     torch.ops.tpkernels.matmul_accumulate(left, right, checked(parameter).detach().t(), path)
+    return _stand_in(parameter)
+
+
+def add(parameter: Any, grad: Tensor) -> Tensor | None:
+    """``main_grad += grad``; returns as :func:`accumulate`."""
+    checked(parameter).add_(grad)
     return _stand_in(parameter)
 
 
@@ -105,13 +123,13 @@ class Target(NamedTuple):
         return None if grad is None else grad.t().to(left.dtype)
 
     def into(self) -> Tensor:
-        """``main_grad.t()``, for those who add to it themselves. Not where the gradient is delayed."""
-        return checked(self.parameter).detach().t()
+        """``main_grad.mT``, for those who add to it themselves. Not where the gradient is delayed."""
+        return checked(self.parameter).detach().mT
 
     def added(self, like: Tensor) -> Tensor | None:
         """What ``b`` gets for a gradient when that was added to :meth:`into`."""
         grad = _stand_in(self.parameter)
-        return None if grad is None else grad.t().to(like.dtype)
+        return None if grad is None else grad.mT.to(like.dtype)
 
     @property
     def delayed(self) -> bool:
@@ -153,7 +171,6 @@ def taken(count: int) -> list[Target | None]:
     return list(_handed.get()) or [None] * count
 
 
-Sink = Tensor | Delayed
 Parameters = Sink | Sequence[Sink | None] | None
 
 
@@ -172,10 +189,11 @@ def listed(main_grad_of: Parameters, bs: Sequence[Tensor]) -> list[Sink | None] 
         if sink is None:
             continue
         p = sink.parameter if isinstance(sink, Delayed) else sink
-        if p.dim() != 2 or p.t().shape != b.shape or (p.dtype == b.dtype and p.t().stride() != b.stride()):
+        t = p.mT if p.dim() > 1 else p
+        if p.dim() < 2 or t.shape != b.shape or (p.dtype == b.dtype and t.stride() != b.stride()):
             raise ShapeError(
-                f"main_grad_of[{i}]: b must be the parameter's .t(), {list(p.shape[::-1])} with strides "
-                f"{list(p.stride()[::-1])}, got {list(b.shape)} with strides {list(b.stride())}."
+                f"main_grad_of[{i}]: b must be the parameter's .{'t()' if p.dim() < 3 else 'mT'}, {list(t.shape)} with "
+                f"strides {list(t.stride())}, got {list(b.shape)} with strides {list(b.stride())}."
             )
         fused = not isinstance(sink, Delayed) or sink.fused
         if fused and torch.is_grad_enabled() and b.requires_grad:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ from tpkernels.errors import DeviceError, DTypeError, ShapeError
 from tpkernels.ops import _activation, _checks, _gemm, _paths
 from tpkernels.ops._collectives import accumulate_dtype
 from tpkernels.ops._main_grad import Target
-from tpkernels.ops._registry import register
+from tpkernels.ops._registry import below, register
+from tpkernels.ops._remembered import Remembered, signature
 
 
 def _validate(a: Tensor, b: Tensor, e: _gemm.Epilogue, out_dtype: torch.dtype | None) -> torch.dtype:
@@ -25,6 +27,14 @@ def _validate(a: Tensor, b: Tensor, e: _gemm.Epilogue, out_dtype: torch.dtype | 
     _checks.check_addend("residual", e.residual, _gemm.output_shape(a, b), a)
     _checks.check_activation(e.activation)
     return _checks.check_out_dtype(out_dtype, a.dtype)
+
+
+_decided: Remembered[tuple[torch.dtype, _paths.Choice, str]] = Remembered()
+
+
+def _choose(a: Tensor, path: str) -> _paths.Choice:
+    request = _paths.parse(path, a.device.type, distributed=False)
+    return _paths.choose_gemm(request, a.device.type, a.dtype)
 
 
 def _implementation(
@@ -40,11 +50,17 @@ def _implementation(
     path: str,
 ) -> list[Tensor]:
     epilogue = _gemm.Epilogue(gate, bias, residual, alpha, activation)
-    dtype = _validate(a, b, epilogue, out_dtype)
-    request = _paths.parse(path, a.device.type, distributed=False)
-    choice = _paths.choose_gemm(request, a.device.type, a.dtype)
+    operands = signature(a), signature(b), signature(gate), signature(bias), signature(residual)
+    dtype, choice, detail = _decided.get(
+        (operands, activation, out_dtype, path, _paths.environment(path)),
+        lambda: (
+            _validate(a, b, epilogue, out_dtype),
+            _choose(a, path),
+            _gemm.describe(a, b, gated=gate is not None),
+        ),
+    )
     product = _gemm.run(choice, a, b, epilogue, out_dtype=dtype, want_preact=return_preact)
-    detail = _gemm.describe(a, b, gated=gate is not None)
+    choice = product.choice or choice
     _paths.record("matmul", "none", choice.gemm, detail, choice.why)
     return [product.out, *product.kept]
 
@@ -87,7 +103,7 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
             grad_a, grad_b, grad_bias = _plain_grads(ctx, grads, a, b, bias, kept)
         else:
             grad_a, grad_b, grad_gate = _gated_grads(ctx, grads, a, b, gate, kept)
-    return grad_a, grad_b, grad_gate, grad_bias, grad_residual, None, None, None, None, None
+    return grad_a, grad_b, grad_gate, grad_bias, grad_residual
 
 
 _Three = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -190,11 +206,25 @@ def weight_grad(
 
     With a target (of a weight [K, N], without alpha) it is added there, and what is returned is not it.
     """
-    if target is not None:
-        return target.add(a.flatten(0, -2).t(), grad.flatten(0, -2), path)
-    if b.dim() == 2:
-        return product_like(b, a.flatten(0, -2).t(), grad.flatten(0, -2), path, alpha)
-    return reduce_to(product(a.mT, grad, path=path, alpha=alpha), b.shape)
+    if target is not None or b.dim() == 2:
+        left, right = as_rows(a).t(), as_rows(grad)
+        if target is not None:
+            return target.add(left, right, path)
+        return product_like(b, left, right, lambda x, y: product(x, y, path=path, alpha=alpha))
+    # Where the weight is one for several matrices their rows are summed up in the product, not behind it.
+    batch = grad.shape[:-2]
+    own = (*(1,) * (grad.dim() - b.dim()), *b.shape[:-2])
+    shared = [d for d, n in enumerate(own) if n == 1 and batch[d] != 1]
+    left, right = (_rows_together(x.expand(*batch, -1, -1), shared) for x in (a, grad))
+    return product(left.mT, right, path=path, alpha=alpha).reshape(b.shape)
+
+
+def _rows_together(x: Tensor, dims: list[int]) -> Tensor:
+    """Batch dimensions ``dims`` and the rows as one dimension; a copy where no view can be that."""
+    if not dims:
+        return x
+    inner = list(range(x.dim() - 2 - len(dims), x.dim() - 2))
+    return x.movedim(dims, inner).flatten(inner[0], -2)
 
 
 def is_transposed(b: Tensor) -> bool:
@@ -202,15 +232,23 @@ def is_transposed(b: Tensor) -> bool:
     return b.stride(0) == 1 and b.stride(1) != 1
 
 
-def product_like(b: Tensor, left: Tensor, right: Tensor, path: str, alpha: float = 1.0) -> Tensor:
-    """``alpha left @ right``, which lies as ``b`` does.
+def product_below(a: Tensor, b: Tensor, path: str) -> Tensor:
+    """:func:`product` for implementations of ops."""
+    made: list[Tensor] = below("matmul", a.device)(a, b, None, None, None, 1.0, "none", None, False, path)
+    return made[0]
+
+
+def product_like(
+    b: Tensor, left: Tensor, right: Tensor, multiply: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor:
+    """``left @ right`` by ``multiply``, which lies as ``b`` does.
 
     The gradient of a parameter whose ``.t()`` is ``b`` is then contiguous: autograd takes it as it is, where it would
     copy any other, and torch 2.11 would even gather it, if the parameter is a DTensor cut unevenly.
     """
     if is_transposed(b):
-        return product(right.t(), left.t(), path=path, alpha=alpha).t()
-    return product(left, right, path=path, alpha=alpha)
+        return multiply(right.t(), left.t()).t()
+    return multiply(left, right)
 
 
 def reduce_to(grad: Tensor, shape: torch.Size) -> Tensor:
@@ -220,7 +258,12 @@ def reduce_to(grad: Tensor, shape: torch.Size) -> Tensor:
 
 def sum_rows(grad: Tensor) -> Tensor:
     """Bias gradient [N]: sum over all rows."""
-    return grad.flatten(0, -2).sum(0)  # reshape(-1, 0) would be ambiguous
+    return as_rows(grad).sum(0)
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """As a matrix, whose rows are those of all leading dimensions."""
+    return x if x.dim() == 2 else x.flatten(0, -2)  # reshape(-1, 0) would be ambiguous
 
 
 register("matmul", _implementation, _fake, setup_context=_setup_context, backward=_backward)
@@ -242,9 +285,7 @@ def _validate_accumulate(a: Tensor, b: Tensor, acc: Tensor) -> None:
 def _accumulate(a: Tensor, b: Tensor, acc: Tensor, path: str) -> None:
     _validate_accumulate(a, b, acc)
     _checks.check_no_overlap("accumulate_into", acc, [("a", a), ("b", b)])
-    request = _paths.parse(path, a.device.type, distributed=False)
-    choice = _paths.choose_gemm(request, a.device.type, a.dtype)
-    _gemm.accumulate(choice, a, b, acc)
+    choice = _gemm.accumulate(_choose(a, path), a, b, acc)
     _paths.record("matmul_accumulate", "none", choice.gemm, _gemm.describe(a, b), choice.why)
 
 
@@ -271,6 +312,7 @@ def _streamk_fake(
     residual: Tensor | None = None,
     alpha: float = 1.0,
     multiprocessors: int = 0,
+    allow_tf32: bool = False,
 ) -> None:
     """The kernel writes into ``out`` and ``preact`` and returns nothing."""
 

@@ -15,6 +15,7 @@ blas      cpu     torch's own product
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -34,7 +35,7 @@ FUSED = "fused"
 TRANSPORTS = ("nccl", "gloo", "mpi", "ucc", "fake", FUSED)
 STREAMK_DTYPES = {
     "cpu": (torch.float64, torch.float32, torch.bfloat16, torch.float16),
-    "cuda": (torch.bfloat16, torch.float16),
+    "cuda": (torch.bfloat16, torch.float16, torch.float32, torch.float64),
 }
 
 
@@ -55,11 +56,21 @@ class Request(NamedTuple):
         return self.transport is None and self.gemm is None
 
 
+class PlanArguments(NamedTuple):
+    """What the Stream-K kernel is told; as it stands, it chooses by its cost model."""
+
+    schedule: str = "auto"
+    splits: int = 1
+    tile: str = ""
+
+
 class Choice(NamedTuple):
-    """The local product's path and the reason for it."""
+    """The local product's path and the reason for it. ``open``: tuning may replace it (:mod:`tpkernels.tune`)."""
 
     gemm: str
     why: str
+    open: bool = False
+    plan: PlanArguments = PlanArguments()
 
 
 @dataclass(frozen=True)
@@ -138,11 +149,21 @@ def record(op: str, transport: str, gemm: str, detail: str = "", why: str = "") 
         log.add(_last)
 
 
+def environment(path: str) -> str:
+    """TPK_PATH where it replaces a ``path`` argument; else ""."""
+    return os.environ.get("TPK_PATH", "") if path == "auto" else ""
+
+
 def parse(path: str, device_type: str, *, distributed: bool) -> Request:
     """Parse a ``path`` argument; ``"auto"`` is replaced by the environment variable TPK_PATH where set."""
+    return _parse(path, environment(path), device_type, distributed)
+
+
+@functools.lru_cache(256)
+def _parse(path: str, replaced_by: str, device_type: str, distributed: bool) -> Request:
     name = "path"
     if path == "auto":
-        path = os.environ.get("TPK_PATH") or "auto"
+        path = replaced_by or "auto"
         name = "TPK_PATH"
         if path == "auto":
             return Request(None, None)
@@ -217,7 +238,7 @@ def choose_fused(
         return transport, choice
     if decision.fused:
         return FUSED, Choice("streamk", decision.why)
-    return transport, Choice(choice.gemm, decision.why)
+    return transport, choice._replace(why=decision.why)
 
 
 def check_transport(request: Request, transport: str, group_name: str) -> None:
@@ -244,8 +265,8 @@ def choose_gemm(request: Request, device_type: str, dtype: torch.dtype) -> Choic
     if missing is not None:
         return Choice(library, missing)
     if device_type == "cuda":
-        return Choice(library, f"{library} is the default; path='streamk' takes our kernel")
-    return Choice(library, f"{library} is faster here than the portable Stream-K kernel")
+        return Choice(library, f"{library} is the default; path='streamk' takes our kernel", open=True)
+    return Choice(library, f"{library} is faster here than the portable Stream-K kernel", open=True)
 
 
 def choose_beside(request: Request, device_type: str, dtype: torch.dtype) -> Choice:
@@ -255,7 +276,7 @@ def choose_beside(request: Request, device_type: str, dtype: torch.dtype) -> Cho
 
 def beside(choice: Choice, product: Choice | None, is_open: bool) -> Choice:
     """The product of a small call: that of :func:`choose_beside`; path "auto" tells why it is fused."""
-    return choice if product is None else Choice(product.gemm, choice.why if is_open else product.why)
+    return choice if product is None else product._replace(why=choice.why if is_open else product.why)
 
 
 def streamk_missing(device_type: str, dtype: torch.dtype) -> str | None:

@@ -12,8 +12,9 @@ import torch
 
 from tpkernels import _extensions
 
-# Tiles of each kernel by name, as the tile argument takes them; those of Hopper with their clusters.
-_PORTABLE = ("128x128x32", "64x64x32")
+# Tiles of each kernel by name, as the tile argument takes them; those of Hopper with their clusters. The portable
+# kernel's are those of half precision.
+_PORTABLE = ("128x256x32", "128x128x32", "64x64x32")
 TILES = {
     "cpu": ("256x256x128", "128x128x128", "64x64x128", "32x256x128", "16x64x128"),
     "sm80": _PORTABLE,
@@ -28,6 +29,13 @@ TILES = {
 }
 
 
+# Tiles of the portable kernel for other operands: "tf32" is float32 that may be rounded to TF32.
+WIDE_TILES = {
+    "float32": ("128x128x16", "64x64x16"),
+    "tf32": ("128x256x16", "64x64x16"),
+    "float64": ("128x128x16", "64x64x16"),
+}
+
 _MOST_FEW_ROWS = 64  # kMostFewRows of csrc/kernels/sm90a/plan.hpp
 
 
@@ -36,7 +44,8 @@ class Product(NamedTuple):
 
     gated: a gate [k, n] beside the right factor, in one call of Stream-K. finishes: bias, residual, activation, a
     stored pre-activation, or sums into the output follow (so they do where it is gated). outer_major: K is contiguous
-    in neither factor.
+    in neither factor. group_sizes: of a grouped product, as many factors [k, n] for m rows in all. dtype: of the
+    factors, as torch.ops.tpkernels.streamk_plan names it.
     """
 
     batch: int
@@ -46,6 +55,8 @@ class Product(NamedTuple):
     gated: bool = False
     finishes: bool = False
     outer_major: bool = False
+    group_sizes: tuple[int, ...] = ()
+    dtype: str = "bfloat16"
 
 
 class Machine(NamedTuple):
@@ -76,26 +87,43 @@ class CublasEstimate(NamedTuple):
 CUBLAS_H100 = CublasEstimate()
 
 
-def machine_of(device: str, index: torch.device | None = None) -> Machine:
+def may_use_tf32(dtype: torch.dtype) -> bool:
+    """Whether torch lets CUDA's products of this dtype round their factors to TF32, by any of its switches for it.
+
+    That is ``torch.backends.cuda.matmul.fp32_precision``, which ``allow_tf32`` and
+    ``torch.set_float32_matmul_precision`` set as well.
+    """
+    return dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """What :class:`Product` calls the dtype of factors on CUDA."""
+    return "tf32" if may_use_tf32(dtype) else str(dtype).removeprefix("torch.")
+
+
+def machine_of(device: str, index: torch.device | None = None, dtype: str = "bfloat16") -> Machine:
     """The kernel that a device gets; ``device`` is its type. Without an index, of CUDA: a whole H100."""
     if device != "cuda":
         return Machine("cpu")
+    wide = dtype in WIDE_TILES
     if index is None or index.type != "cuda":
-        return Machine("sm90")
+        return Machine("sm90-portable" if wide else "sm90")
     properties = torch.cuda.get_device_properties(index)
     if properties.major == 8:
         architecture = "sm80"
     else:
-        hopper = properties.major == 9 and _extensions.is_loaded("_C_sm90a")
+        hopper = properties.major == 9 and not wide and _extensions.is_loaded("_C_sm90a")
         architecture = "sm90" if hopper else "sm90-portable"
     return Machine(architecture, properties.multi_processor_count)
 
 
-def plan(product: Product, machine: Machine, schedule: str = "auto", tile: str = "") -> dict[str, Any]:
-    """The cheapest plan with that schedule and tile; "auto" and "" leave them open."""
+def plan(
+    product: Product, machine: Machine, schedule: str = "auto", tile: str = "", splits: int = 1
+) -> dict[str, Any]:
+    """The cheapest plan with that schedule, tile and number of splits; "auto" and "" leave them open."""
     size, demands = product[:4], product[4:]
     kind, numbers, predicted = torch.ops.tpkernels.streamk_plan(
-        *size, machine.architecture, schedule, 0, 1, machine.multiprocessors, tile, *demands
+        *size, machine.architecture, schedule, 0, splits, machine.multiprocessors, tile, *demands
     )
     bm, bn, bk, tiles, k_iters, workers, splits, partial_tiles, *cluster, swapped = numbers
     return {
@@ -120,14 +148,17 @@ def tile_name(one: dict[str, Any], machine: Machine) -> str:
     return f"{tile}{'s' * one['swapped']}/{cluster}" if machine.architecture == "sm90" else tile
 
 
-def tiles_of(product: Product, machine: Machine) -> list[str]:
+def tiles_of(product: Product, machine: Machine, serves_ranks: bool = False) -> list[str]:
     """Tiles that a product may get. The Hopper kernel halves the columns of a gated one, in multiples of 64, and not
-    with eight CTAs along K; its swapped tiles are for few rows.
+    with eight CTAs along K; its swapped tiles are for few rows, of one product, that no other rank waits for
+    (``serves_ranks``) or sends.
     """
     names = TILES[machine.architecture]
+    if machine.architecture != "cpu":
+        names = WIDE_TILES.get(product.dtype, names)
     if machine.architecture != "sm90":
         return list(names)
-    if product.m > _MOST_FEW_ROWS:
+    if product.m > _MOST_FEW_ROWS or product.group_sizes or serves_ranks:
         names = tuple(name for name in names if "s/" not in name)
     if product.gated:
         names = tuple(n for n in names if int(n.split("x")[1]) % 128 == 0 and not n.endswith("/1x1x8"))
@@ -158,6 +189,9 @@ def why(product: Product, machine: Machine, chosen: dict[str, Any]) -> str:
 
 def estimate_us(product: Product, multiprocessors: int = 0, rates: CublasEstimate = CUBLAS_H100) -> float:
     """Rough time of torch.mm in bfloat16 on an H100: arithmetic or memory, whichever is longer; twice for a gate."""
+    if product.group_sizes:  # one after another
+        each = (product._replace(m=size, group_sizes=()) for size in product.group_sizes if size > 0)
+        return sum(estimate_us(one, multiprocessors, rates) for one in each)
     batch, m, n, k = product[:4]
     share = (multiprocessors or 132) / 132
     flops, moved = 2.0 * batch * m * n * k, 2.0 * batch * (m * k + k * n + m * n)

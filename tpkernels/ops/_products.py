@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tpkernels.comm.auto import Asked
 from tpkernels.errors import ArgumentError
 from tpkernels.ops import _checks, _gemm, _paths
 from tpkernels.ops._groups import Group
@@ -18,18 +19,28 @@ class Plan(NamedTuple):
     """A checked call; ``dim`` and ``sizes`` describe the gather, where there is one; ``open``: path is "auto".
 
     small: the products behind a small gather, if that is fused; ``way``: of :mod:`comm.small`, where it is one.
+    All but the first two is remembered (:meth:`rest`), and nobody may write to its lists. ``asked`` and ``rows``: the
+    call as path "auto" sees it, which has a choice if ``chooses``; ``detail``: sizes of the products.
     """
 
     group: Group
+    biases: list[Tensor | None]
     dim: int
     sizes: list[int]
     out_dtype: torch.dtype
     transport: str
     choice: _paths.Choice
-    biases: list[Tensor | None]
     open: bool = False
     small: _paths.Choice | None = None
     way: str | None = None
+    asked: Asked | None = None
+    rows: Sequence[int] = ()
+    chooses: bool = False
+    detail: str = ""
+
+    def rest(self) -> tuple[Any, ...]:
+        """What is the same for every call of this signature: ``Plan(group, biases, *rest)``."""
+        return self[2:]
 
 
 def validate_products(
@@ -43,9 +54,7 @@ def validate_products(
     """Check operands; returns one bias or None per weight."""
     if len(bs) == 0:
         raise ArgumentError("b: expected at least one weight, got an empty list.")
-    by_weight: list[Tensor | None] = [None] * len(bs)
-    for i, bias in zip(bias_of, biases, strict=True):
-        by_weight[i] = bias
+    by_weight = biases_by_weight(len(bs), biases, bias_of)
     for i, b in enumerate(bs):
         label = "b" if len(bs) == 1 else f"b[{i}]"
         _checks.check_product(name, a, label, b)
@@ -55,28 +64,45 @@ def validate_products(
     return by_weight
 
 
+def biases_by_weight(
+    count: int, biases: Sequence[Tensor | None], bias_of: Sequence[int]
+) -> list[Tensor | None]:
+    """One bias or None per weight."""
+    by_weight: list[Tensor | None] = [None] * count
+    for i, bias in zip(bias_of, biases, strict=True):
+        by_weight[i] = bias
+    return by_weight
+
+
 def run_products(
     op: str, plan: Plan, a: Tensor, bs: Sequence[Tensor], activation: str, want_preact: bool
 ) -> list[Tensor]:
+    plain = activation == "none"
     products = [
         _gemm.run(
             plan.choice,
             a,
             b,
-            _gemm.Epilogue(bias=bias, activation=activation),
+            _gemm.PLAIN if plain and bias is None else _gemm.Epilogue(bias=bias, activation=activation),
             out_dtype=plan.out_dtype,
             want_preact=want_preact,
         )
         for b, bias in zip(bs, plan.biases, strict=True)
     ]
-    note_products(op, plan, a, bs)
+    if products[0].choice is not None:  # tuning may have chosen; each product for itself, the first is told
+        plan = plan._replace(choice=products[0].choice)
+    note_products(op, plan)
     return [p.out for p in products] + [kept for p in products for kept in p.kept]
 
 
-def note_products(op: str, plan: Plan, a: Tensor, bs: Sequence[Tensor], rows: int | None = None) -> None:
-    """Record what ran; ``rows``: of the products, where they are not those of ``a``."""
-    detail = ", ".join(_gemm.describe(a, b, rows=rows) for b in bs)
-    detail += f"; {plan.way}" if plan.way is not None else ""
+def describe_products(a: Tensor, bs: Sequence[Tensor], rows: int | None = None) -> str:
+    """Sizes for a path record; ``rows`` where they are not those of ``a``."""
+    return ", ".join(_gemm.describe(a, b, rows=rows) for b in bs)
+
+
+def note_products(op: str, plan: Plan) -> None:
+    """Record what ran."""
+    detail = plan.detail if plan.way is None else f"{plan.detail}; {plan.way}"
     transport = plan.transport if plan.group.world > 1 else "none"
     _paths.record(op, transport, plan.choice.gemm, detail, plan.choice.why)
 
@@ -91,9 +117,7 @@ def preact_grads(
     dtype: torch.dtype,
 ) -> list[Tensor | None]:
     """Gradient at each product before its activation, in the operands' dtype."""
-    by_weight: list[Tensor | None] = [None] * ctx.n
-    for i, bias in zip(ctx.bias_of, biases, strict=True):
-        by_weight[i] = bias
+    by_weight = biases_by_weight(ctx.n, biases, ctx.bias_of)
     dys: list[Tensor | None] = []
     for i in range(ctx.n):
         saved = preacts[i]
@@ -118,8 +142,3 @@ def bias_grads(ctx: Any, dys: Sequence[Tensor | None]) -> list[Tensor | None]:
 def grads_wanted(*tensors: Sequence[Tensor]) -> list[bool]:
     """Which lists hold a tensor that needs a gradient: the backward pass communicates for those."""
     return [any(t.requires_grad for t in some) for some in tensors]
-
-
-def no_grad(integers: list[int]) -> list[None] | None:
-    """Gradient of a list of integers; torch takes an empty one for a list of tensors and wants a list back."""
-    return None if integers else []

@@ -159,7 +159,7 @@ def _copy_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _copy_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    return ops.all_reduce(grad, "sum", ctx.group), None
+    return (ops.all_reduce(grad, "sum", ctx.group),)
 
 
 def _all_reduce_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -169,7 +169,7 @@ def _all_reduce_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None
 def _all_reduce_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     if ctx.reduce_op != "sum":
         raise ArgumentError("op: an all_reduce with op='max' has no gradient; detach its input.")
-    return grad, None, None
+    return (grad,)
 
 
 def _gather_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -180,7 +180,7 @@ def _gather_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _gather_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     back = ops.split if ctx.replicated else ops.reduce_scatter
-    return back(grad, ctx.dim, ctx.sizes, ctx.group), None, None, None, None
+    return (back(grad, ctx.dim, ctx.sizes, ctx.group),)
 
 
 def _scatter_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -193,11 +193,11 @@ def _scatter_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _reduce_scatter_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    return ops.all_gather(grad, ctx.dim, ctx.sizes, ctx.group, False), None, None, None
+    return (ops.all_gather(grad, ctx.dim, ctx.sizes, ctx.group, False),)
 
 
 def _split_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    return ops.all_gather(grad, ctx.dim, ctx.sizes, ctx.group, True), None, None, None
+    return (ops.all_gather(grad, ctx.dim, ctx.sizes, ctx.group, True),)
 
 
 register("copy_to_group", _copy, _copy_fake, setup_context=_copy_setup, backward=_copy_backward)

@@ -10,9 +10,11 @@ import torch
 
 from tpkernels import _extensions
 from tpkernels.ops import _nvtx
+from tpkernels.ops._autograd import autograd_kernel
 
 _extensions.load_all()
 _library = torch.library.Library("tpkernels", "IMPL")
+_implementations: dict[str, dict[str, Callable[..., Any]]] = {}
 
 
 def register(
@@ -23,12 +25,23 @@ def register(
     setup_context: Callable[..., None] | None = None,
     backward: Callable[..., Any] | None = None,
 ) -> None:
-    """Give op ``tpkernels::name`` its implementation (CPU and CUDA), its fake and, if it has one, its gradient."""
-    for key in ("CPU", "CUDA"):
-        _library.impl(name, _wrapped(name, implementation, key.lower()), key)
+    """Give op ``tpkernels::name`` its implementation (CPU and CUDA), its fake and, if it has one, its gradient.
+
+    ``setup_context`` and ``backward``: see :func:`~tpkernels.ops._autograd.autograd_kernel`.
+    """
+    wrapped = {key: _wrapped(name, implementation, key.lower()) for key in ("CPU", "CUDA")}
+    for key, function in wrapped.items():
+        _library.impl(name, function, key)
+    _implementations[name] = {key.lower(): function for key, function in wrapped.items()}
     torch.library.register_fake(f"tpkernels::{name}", fake)
-    if backward is not None:
-        torch.library.register_autograd(f"tpkernels::{name}", backward, setup_context=setup_context)
+    if backward is not None and setup_context is not None:
+        kernel = autograd_kernel(name, backward, setup_context, wrapped)
+        _library.impl(name, kernel, "Autograd", with_keyset=True)
+
+
+def below(name: str, device: torch.device) -> Callable[..., Any]:
+    """The implementation of op ``tpkernels::name``, for those of others: for them the dispatcher has nothing to do."""
+    return _implementations[name][device.type]
 
 
 def _wrapped(name: str, implementation: Callable[..., Any], device: str) -> Callable[..., Any]:
@@ -39,6 +52,8 @@ def _wrapped(name: str, implementation: Callable[..., Any], device: str) -> Call
 
     @functools.wraps(implementation)
     def run(*args: Any, **kwargs: Any) -> Any:
+        if not _nvtx.active() and not torch.is_autocast_enabled(device):
+            return implementation(*args, **kwargs)
         with _nvtx.op(name, args):
             if not torch.is_autocast_enabled(device):
                 return implementation(*args, **kwargs)

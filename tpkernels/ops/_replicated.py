@@ -16,8 +16,17 @@ from tpkernels.ops import _agreement, _checks, _groups, _paths
 from tpkernels.ops._groups import Group
 from tpkernels.ops._main_grad import taken
 from tpkernels.ops._matmul import weight_grad
-from tpkernels.ops._products import Plan, bias_grads, no_grad, preact_grads, run_products, validate_products
+from tpkernels.ops._products import (
+    Plan,
+    bias_grads,
+    biases_by_weight,
+    describe_products,
+    preact_grads,
+    run_products,
+    validate_products,
+)
 from tpkernels.ops._registry import register
+from tpkernels.ops._remembered import Remembered, signature, signatures
 
 
 def _plan_replicated(
@@ -37,7 +46,33 @@ def _plan_replicated(
     if request.transport != _paths.FUSED:  # nothing travels before the gradient, which can be fused
         _paths.check_transport(request, transport, group.name)
     choice = _paths.choose_gemm(request, a.device.type, a.dtype)
-    return Plan(group, 0, [], dtype, "none", choice, by_weight)
+    return Plan(group, by_weight, 0, [], dtype, "none", choice)
+
+
+_remembered: Remembered[tuple[Any, ...]] = Remembered()
+
+
+def _planned(
+    group: Group,
+    a: Tensor,
+    bs: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    bias_of: Sequence[int],
+    activation: str,
+    out_dtype: torch.dtype | None,
+    path: str,
+) -> Plan:
+    """:func:`_plan_replicated`, remembered."""
+    tensors = signature(a), signatures(bs), signatures(biases), tuple(bias_of)
+    transport = _groups.transport_of(group, a.device, "a")
+    key = tensors, activation, transport, out_dtype, path, _paths.environment(path)
+
+    def decide() -> tuple[Any, ...]:
+        plan = _plan_replicated(group, a, bs, biases, bias_of, activation, out_dtype, path)
+        return plan._replace(detail=describe_products(a, bs)).rest()
+
+    rest = _remembered.get(key, decide)
+    return Plan(group, biases_by_weight(len(bs), biases, bias_of), *rest)
 
 
 def _matmul_replicated(
@@ -56,7 +91,7 @@ def _matmul_replicated(
         "matmul_replicated",
         group,
         a,
-        lambda: _plan_replicated(group, a, bs, biases, bias_of, activation, out_dtype, path),
+        lambda: _planned(group, a, bs, biases, bias_of, activation, out_dtype, path),
         lambda plan: {
             "a's dtype": str(a.dtype),
             "a's shape": list(a.shape),
@@ -114,7 +149,7 @@ def _replicated_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...
         weight_grad(a, dy, b, ctx.path, target=target) if need and dy is not None else None
         for need, dy, b, target in zip(need_bs, dys, bs, ctx.targets, strict=True)
     ]
-    return (grad_a, grad_bs, bias_grads(ctx, dys), no_grad(ctx.bias_of), *(None,) * 5)
+    return grad_a, grad_bs, bias_grads(ctx, dys)
 
 
 register(

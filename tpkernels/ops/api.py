@@ -18,6 +18,8 @@ Semantics shared by all of them:
   raises (without fullgraph the call breaks the graph and runs eagerly).
 - ``path`` forces an implementation (see :mod:`tpkernels.ops._paths`); ``"auto"`` may be overridden by the
   environment variable ``TPK_PATH``. ``tpkernels.last_path()`` tells what ran.
+- With ``TPK_AUTOTUNE=1``, or inside ``tpkernels.autotune()``, path "auto" takes what was timed to be the fastest, and
+  path "fused" plans that its ranks have timed together: docs/tuning.md.
 - Path "fused" (Hopper GPUs of one host, bfloat16 and float16) lets rows travel while others are multiplied, in
   ``all_gather_matmul`` and ``matmul_reduce_scatter`` and their gradients. All ranks of a group ask for it alike. It
   uses memory that ranks share, which its first calls, and calls that need more, allocate together: make one call
@@ -365,17 +367,19 @@ def _check_options(
 ) -> None:
     """Types that the dispatcher would refuse in words of its own."""
     integer = (int, torch.SymInt)
-    for name, value, kind, optional in (
-        ("path", path, (str,), False),
-        ("activation", activation, (str,), True),
-        ("out_dtype", out_dtype, (torch.dtype,), True),
-        ("shard_sizes", shard_sizes, (list, tuple), True),
-        *((name, value, integer, False) for name, value in (dims or {}).items()),
-    ):
-        if not isinstance(value, kind) and not (optional and value is None):
-            expected = " or ".join(k.__name__ for k in kind if k is not torch.SymInt)
-            raise DTypeError(f"{name}: expected {expected}{' or None' if optional else ''}, got {value!r}.")
-    if isinstance(shard_sizes, (list, tuple)):
+    if not isinstance(path, str):
+        raise DTypeError(f"path: expected str, got {path!r}.")
+    if activation is not None and not isinstance(activation, str):
+        raise DTypeError(f"activation: expected str or None, got {activation!r}.")
+    if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
+        raise DTypeError(f"out_dtype: expected dtype or None, got {out_dtype!r}.")
+    if dims is not None:
+        for name, value in dims.items():
+            if not isinstance(value, integer):
+                raise DTypeError(f"{name}: expected int, got {value!r}.")
+    if shard_sizes is not None:
+        if not isinstance(shard_sizes, (list, tuple)):
+            raise DTypeError(f"shard_sizes: expected list or tuple or None, got {shard_sizes!r}.")
         for rank, size in enumerate(shard_sizes):
             if not isinstance(size, integer):
                 raise DTypeError(f"shard_sizes: expected integers, got {size!r} for rank {rank}.")

@@ -12,10 +12,15 @@ from torch import Tensor
 from tpkernels.comm import auto, described, small
 from tpkernels.comm.auto import Asked
 from tpkernels.errors import ArgumentError
-from tpkernels.ops import _collectives, _gemm, _groups, _paths, _plans, api
+from tpkernels.fp8 import api as fp8
+from tpkernels.ops import _collectives, _gemm, _grouped, _groups, _paths, _plans, api
 from tpkernels.ops._arrays import tensor
+from tpkernels.ops.grouped import grouped_matmul
+from tpkernels.tune import mode
 
-_OPS = ("matmul", "all_gather_matmul", "matmul_replicated", "matmul_reduce_scatter", "matmul_all_reduce")
+_LOCAL = ("matmul", "grouped_matmul")
+_OPS = (*_LOCAL, "all_gather_matmul", "matmul_replicated", "matmul_reduce_scatter", "matmul_all_reduce")
+_SCALED = "scaled_matmul"
 _SHOWN = 6  # plans that an explanation lists
 
 
@@ -27,7 +32,8 @@ class Explanation:
         op: the operation.
         path: transport and product, as the ``path`` argument takes it.
         product: sizes of the product on this rank (the first, if there are several).
-        why: reason for the choice; where path "auto" may fuse, with the predicted times of both paths.
+        why: reason for the choice; where path "auto" may fuse, with the predicted times of both paths; of ``matmul``,
+            with the times of tuning, where that is on.
         wire_bytes: bytes that this rank receives from others in the forward pass.
         plan: how the Stream-K kernel would cut this product (schedule, tile of a CTA, cluster, workers, splits,
             predicted time), whether or not the path uses it; None where no such kernel takes this dtype. A cluster
@@ -83,10 +89,13 @@ def explain(op: str, a: Any, b: Any, group: _groups.GroupLike = None, **options:
     nothing is communicated.
 
     Args:
-        op: "matmul", "all_gather_matmul", "matmul_replicated", "matmul_reduce_scatter" or "matmul_all_reduce".
+        op: "matmul", "grouped_matmul", "all_gather_matmul", "matmul_replicated", "matmul_reduce_scatter" or
+            "matmul_all_reduce"; or "scaled_matmul", whose operands are what ``tpkernels.quantize`` returns, and which
+            has no plan here.
         a: left operand, or a list of them, as the operation takes it.
         b: weight, or a list of weights.
-        group: process group of a distributed operation.
+        group: process group of a distributed operation; of "grouped_matmul" its ``group_sizes``, which may also be
+            given by name.
         options: other arguments of the operation.
 
     Raises:
@@ -94,15 +103,24 @@ def explain(op: str, a: Any, b: Any, group: _groups.GroupLike = None, **options:
         TypeError: an option that the operation does not have.
         TpkError: whatever the operation itself would raise, ``BackendError`` included.
     """
+    if op == _SCALED:
+        place = _place(a.data, _device_type(a.data, None))
+        return Explanation(op, *fp8.foresee(a, b, place, **options), wire_bytes=0)
     if op not in _OPS:
-        raise ArgumentError(f"op: expected one of {', '.join(_OPS)}, got {op!r}.")
+        raise ArgumentError(f"op: expected one of {', '.join((*_OPS, _SCALED))}, got {op!r}.")
     operand, weight = _tensors("a", a)[0], _tensors("b", b)[0]
-    groups = () if op == "matmul" else (group,)
+    sizes_of_groups: tuple[int, ...] = ()
+    groups: tuple[Any, ...] = () if op == "matmul" else (group,)
+    if op == "grouped_matmul":
+        options = {"group_sizes": group, "offs": None} | options
+        sizes_of_groups = tuple(_grouped.sizes_of(options.pop("group_sizes"), options.pop("offs")))
+        groups = (list(sizes_of_groups),)
     # The operation on meta tensors runs all its checks and gives the result's shape.
-    result = getattr(api, op)(_meta(a), _meta(b), *groups, **{k: _meta(v) for k, v in options.items()})
+    function = grouped_matmul if op == "grouped_matmul" else getattr(api, op)
+    result = function(_meta(a), _meta(b), *groups, **{k: _meta(v) for k, v in options.items()})
     out = _tensors("result", result)[0]
 
-    members = None if op == "matmul" else _groups.resolve(_groups.group_name_of(group))
+    members = None if op in _LOCAL else _groups.resolve(_groups.group_name_of(group))
     device = _device_type(operand, members)
     request = _paths.parse(options.get("path", "auto"), device, distributed=members is not None)
     shape = list(operand.shape)
@@ -112,6 +130,9 @@ def explain(op: str, a: Any, b: Any, group: _groups.GroupLike = None, **options:
     whole = torch.empty(shape, dtype=operand.dtype, device="meta")
     prefix, wire, transfers, decision, way = "", 0, "", None, None
     choice = _paths.choose_gemm(request, device, operand.dtype)
+    if op == "grouped_matmul":
+        place, path = _place(operand, device), options.get("path", "auto")
+        choice = _grouped.choose_grouped(path, place, operand, weight, sizes_of_groups)
     if members is not None and members.world > 1 and op != "matmul_replicated":
         transport = _groups.transport_of(members, torch.device(device), "a")
         if op in described.OPS:
@@ -135,15 +156,23 @@ def explain(op: str, a: Any, b: Any, group: _groups.GroupLike = None, **options:
             choice = _paths.beside(choice, beside, request.open)
             if op == "matmul_all_reduce":
                 wire = small.wire_bytes(way, out.numel() * out.element_size(), members.world)
+    if op == "matmul" and choice.open and mode.active() and (device == "cpu" or torch.cuda.is_available()):
+        choice = _tuned(choice, operand, weight, out.dtype, _place(operand, device), options)
     name = prefix + choice.gemm
     sizes = _gemm.describe(whole, weight, gated=options.get("gate") is not None)
     sizes += f"; {way}" if way is not None else ""
+    if op == "grouped_matmul":
+        sizes = _grouped.describe(_place(operand, device), operand, weight, sizes_of_groups, choice.gemm)
     if operand.dtype not in _paths.STREAMK_DTYPES.get(device, ()):
         return Explanation(op, name, sizes, choice.why, wire, transfers=transfers)
     product = _product(whole, weight, _follows(op, operand, weight, options))
-    if op == "matmul":  # the others gather or keep rows of K
+    if op == "grouped_matmul":
+        product = product._replace(batch=1, m=whole.shape[0], group_sizes=sizes_of_groups)
+    if op in _LOCAL:  # the others gather or keep rows of K
         product = product._replace(outer_major=operand.stride(-1) != 1 and weight.stride(-1) == 1)
-    machine = _plans.machine_of(device, operand.device)
+    if device == "cuda":
+        product = product._replace(dtype=_plans.dtype_name(operand.dtype))
+    machine = _plans.machine_of(device, operand.device, product.dtype)
     plans = _plans.candidates(product, machine)
     plan_why = _plans.why(product, machine, plans[0])
     listed = _listed(product, machine, plans)
@@ -223,6 +252,29 @@ def _wire_bytes(
     return (others * mine + gathered) * out.element_size()
 
 
+def _tuned(
+    choice: _paths.Choice,
+    a: Tensor,
+    b: Tensor,
+    out_dtype: torch.dtype,
+    device: torch.device,
+    options: dict[str, Any],
+) -> _paths.Choice:
+    """What tuning has chosen for a ``matmul``, if it has."""
+    from tpkernels.tune import local
+
+    gate, bias, residual, into = (
+        None if options.get(name) is None else tensor(name, options[name])
+        for name in ("gate", "bias", "residual", "accumulate_into")
+    )
+    activation = options.get("activation") or "none"
+    follows = _gemm.Epilogue(gate, bias, residual, float(options.get("alpha", 1.0)), activation)
+    kept = into is None and api.keeps_preact(
+        activation, options.get("save_preact", True), a, b, gate, bias, gated=gate is not None
+    )
+    return local.foreseen(choice, local.Call(a, b, follows, out_dtype, kept, into), device)
+
+
 def _product(whole: Tensor, weight: Tensor, follows: tuple[bool, bool]) -> _plans.Product:
     *batch, m, n = _gemm.output_shape(whole, weight)
     if weight.dim() == 2:  # all rows are one matrix
@@ -235,6 +287,8 @@ def _follows(op: str, operand: Tensor, weight: Tensor, options: dict[str, Any]) 
     if op in ("matmul_reduce_scatter", "matmul_all_reduce"):  # all follows the sum over the ranks
         return False, False
     activation = options.get("activation") or "none"
+    if op == "grouped_matmul":
+        return False, options.get("bias") is not None or activation != "none"
     if op != "matmul":
         biases = options.get("biases")
         first = biases[0] if isinstance(biases, (list, tuple)) else biases
@@ -258,5 +312,7 @@ def _listed(
         listed.append((float(p["predicted_us"]), f"{_plans.tile_name(p, machine)} {cuts}"))
     if machine.architecture == "sm90":
         calls = "cuBLAS, two products" if product.gated else "cuBLAS"
+        if product.group_sizes:
+            calls = "cuBLAS, a product for each group"
         listed.append((_plans.estimate_us(product, machine.multiprocessors), f"{calls}, a rough estimate"))
     return tuple(sorted(listed, key=lambda one: one[0]))

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from tpkernels.reference._array import Array, as_f64, flatten_rows, round_to, sum_to
+from tpkernels.reference._array import Array, as_f64, flatten_rows, get_array_module, round_to, sum_to
 from tpkernels.reference.activations import activation as apply_activation
 from tpkernels.reference.activations import activation_backward
 from tpkernels.reference.collectives import all_gather, sizes_along, split, sum_ranks
@@ -104,6 +104,59 @@ def _weight_grad(a: Array, dz: Array, shape: tuple[int, ...]) -> Array:
     if len(shape) == 2:
         return flatten_rows(a).T @ flatten_rows(dz)
     return sum_to(a.swapaxes(-1, -2) @ dz, shape)
+
+
+def grouped_matmul(
+    a: Array,
+    b: Array,
+    group_sizes: Sequence[int],
+    bias: Array | None = None,
+    activation: str | None = None,
+    *,
+    rounding: str | None = None,
+) -> Array:
+    """:func:`matmul` of every group of rows: a [rows, K] in groups of group_sizes rows, b [groups, K, N] -> [rows, N].
+
+    bias: [groups, N].
+    """
+    xp = get_array_module(a)
+    outs = [
+        matmul(rows, b[g], None if bias is None else bias[g], activation, rounding=rounding)
+        for g, rows in enumerate(_groups(a, group_sizes))
+    ]
+    return xp.concatenate([*outs, xp.zeros((0, b.shape[2]))])
+
+
+def grouped_matmul_backward(
+    dy: Array,
+    a: Array,
+    b: Array,
+    group_sizes: Sequence[int],
+    bias: Array | None = None,
+    activation: str | None = None,
+) -> ProductGrads:
+    """Gradients of :func:`grouped_matmul` for dy [rows, N]: zero for the b[g] and bias[g] of a group without rows."""
+    xp = get_array_module(a)
+    grads = [
+        matmul_backward(dy_g, rows, b[g], None if bias is None else bias[g], activation)
+        for g, (dy_g, rows) in enumerate(zip(_groups(dy, group_sizes), _groups(a, group_sizes), strict=True))
+    ]
+    return ProductGrads(
+        a=xp.concatenate([*(g.a for g in grads), xp.zeros((0, a.shape[1]))]),
+        b=xp.stack([g.b for g in grads]) if grads else xp.zeros(b.shape),
+        bias=None if bias is None else xp.stack([g.bias for g in grads]) if grads else xp.zeros(bias.shape),
+        residual=None,
+    )
+
+
+def _groups(x: Array, sizes: Sequence[int]) -> list[Array]:
+    """Consecutive blocks of rows, of these sizes."""
+    ends = [sum(sizes[: g + 1]) for g in range(len(sizes))]
+    if any(size < 0 for size in sizes) or sum(sizes) != x.shape[0]:
+        raise ValueError(
+            f"group_sizes must not be negative and add up to {x.shape[0]} rows, got {list(sizes)}"
+        )
+    return [x[end - size : end] for end, size in zip(ends, sizes, strict=True)]
 
 
 def _listed(value: Any) -> list[Any]:

@@ -199,14 +199,14 @@ Plan plan_gemm(const Problem& problem, const ScheduleKind* kind, int64_t workers
   constexpr int64_t kMinIters = 2;  // 256 of K: a partial costs less here than on a GPU
   const int64_t count = workers > 0 ? workers : max64(1, threads);
   const std::span<const TileShape> tiles = tiles_named(tile, kTiles);
-  if (kind == nullptr) return choose_plan(problem, {count, kCostCpu, kMinIters}, tiles);
+  if (kind == nullptr) return choose_plan(problem, {count, cpu_cost.get(), kMinIters}, tiles);
   ScheduleOptions options;
   options.workers = count;
   options.splits = splits;
   options.min_iters = kMinIters;
   Plan best;
   for (const TileShape& t : tiles) {
-    const Plan plan = make_plan(problem, t, *kind, options, kCostCpu);
+    const Plan plan = make_plan(problem, t, *kind, options, cpu_cost.get());
     if (&t == tiles.data() || plan.predicted_us < best.predicted_us) best = plan;
   }
   return best;

@@ -2,6 +2,8 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
+#include <type_traits>
 
 #include "host/problem.hpp"
 #include "kernels/gemm_types.hpp"
@@ -18,19 +20,34 @@ using tpk::ScalarKind;
 //   kStrided     anything else: element loads through arbitrary strides
 enum class OperandLayout : int32_t { kKMajor, kOuterMajor, kStrided };
 
-enum class TileId : int32_t { k128x128, k64x64 };
-
-// Operand elements are 2 bytes; they move in chunks of 16 bytes.
-constexpr int kElementBytes = 2;
+// Operands move in chunks of 16 bytes.
 constexpr int kChunkBytes = 16;
-constexpr int kChunkElements = kChunkBytes / kElementBytes;
+constexpr int chunk_elements(int element_bytes) { return kChunkBytes / element_bytes; }
 
-// Output tile kBM x kBN, advanced kBK along K per iteration, by kWarpsM x kWarpsN warps.
-template <int BM, int BN, int WarpsM, int WarpsN, int Stages, int MinCtas>
+// Type of the sums, and of all that is computed once per tile.
+template <Element kElement>
+using SumOf = std::conditional_t<kElement == Element::kFp64, double, float>;
+
+// K elements that a warp multiplies at once: those of an mma instruction (for fp64 the shortest, which is as
+// fast as the longer ones and needs the fewest registers); a chunk for plain fp32, which multiplies on the
+// ordinary cores.
+constexpr int step_elements(Element e) {
+  return e == Element::kFp32 || e == Element::kFp64 ? 4 : e == Element::kTf32 ? 8 : 16;
+}
+
+// Output tile kBM x kBN by kWarpsM x kWarpsN warps. K is cut in iterations of kBK elements, and comes in
+// stages of kStageK: of a segment's last stage there may be nothing but zeros behind the segment's end.
+template <Element Operand, int BM, int BN, int BK, int StageK, int WarpsM, int WarpsN, int Stages,
+          int MinCtas>
 struct TileConfig {
+  static constexpr Element kElement = Operand;
+  static constexpr int kElementBytes = bytes_of(Operand);
+  using Sum = SumOf<Operand>;
+
   static constexpr int kBM = BM;
   static constexpr int kBN = BN;
-  static constexpr int kBK = 32;
+  static constexpr int kBK = BK;
+  static constexpr int kStageK = StageK;
   static constexpr int kWarpsM = WarpsM;
   static constexpr int kWarpsN = WarpsN;
   static constexpr int kThreads = 32 * WarpsM * WarpsN;
@@ -39,34 +56,106 @@ struct TileConfig {
 
   static constexpr int kWarpM = BM / WarpsM;  // a warp's part of the tile
   static constexpr int kWarpN = BN / WarpsN;
-  static constexpr int kFragmentsM = kWarpM / 16;  // mma.m16n8k16 blocks of a warp
+  static constexpr int kFragmentsM = kWarpM / 16;  // blocks of 16 x 8 elements of a warp
   static constexpr int kFragmentsN = kWarpN / 8;
-  static constexpr int kKSteps = kBK / 16;
-  static constexpr int kAccumulators = kFragmentsM * kFragmentsN * 4;  // fp32 registers per thread
+  static constexpr int kStep = step_elements(Operand);
+  static constexpr int kKSteps = kStageK / kStep;
 
-  static constexpr int kBytesA = BM * kBK * kElementBytes;  // one stage
-  static constexpr int kBytesB = BN * kBK * kElementBytes;
+  static constexpr int kBytesA = BM * kStageK * kElementBytes;  // one stage
+  static constexpr int kBytesB = BN * kStageK * kElementBytes;
   static constexpr int kStageBytes = kBytesA + kBytesB;
-  static constexpr int kOutputBytes = BM * BN * 4;  // the epilogue stages the fp32 tile in the same memory
-  static constexpr int kSharedBytes =
-      kStages * kStageBytes > kOutputBytes ? kStages * kStageBytes : kOutputBytes;
+  static constexpr int kRingBytes = kStages * kStageBytes;
 
-  static_assert(kBK == 32, "The shared-memory layouts are written for 32 elements of K per stage.");
-  static_assert(kWarpM % 16 == 0 && kWarpN % 16 == 0, "A warp loads operand fragments of 16 x 16 elements.");
-  static_assert(kKSteps % 2 == 0, "Fragment buffers alternate between the two K steps of a stage.");
+  // The epilogue stages the tile's sums in the same memory: whole, or in kParts bands of every warp's rows.
+  static constexpr int kSumBytes = BM * BN * static_cast<int>(sizeof(Sum));
+  static constexpr int kParts = kSumBytes > kRingBytes ? 2 : 1;
+  static constexpr int kSharedBytes = kRingBytes;
+
+  static_assert(kSumBytes <= kParts * kRingBytes, "A part of the sums fits into the stages' memory.");
+  static_assert(kFragmentsM % kParts == 0, "A part is whole fragments of every warp.");
+  static_assert(kStageK % kBK == 0, "A stage is whole iterations.");
+  static_assert(kStageK * kElementBytes == 64 || kStageK * kElementBytes == 128,
+                "The shared-memory layouts are written for rows of 64 or 128 bytes along K.");
+  static_assert(kWarpM % 16 == 0 && kWarpN % 16 == 0, "A warp loads operand fragments 16 elements high.");
+  static_assert(kKSteps % 2 == 0, "Fragment buffers alternate between the K steps of a stage.");
   static_assert(Stages >= 3, "One stage is read, one is filled, one is waited for.");
 };
 
-// Four warps of 64 x 64: each operand byte read from shared memory feeds the most products, which is what
-// limits mma.sync kernels; 128 accumulators leave room for two CTAs per multiprocessor.
-using Tile128x128 = TileConfig<128, 128, 2, 2, 4, 2>;
-// For small outputs: four times as many tiles to spread over the multiprocessors.
-using Tile64x64 = TileConfig<64, 64, 2, 2, 4, 4>;
+// The tiles of an element, and what the planner has to know of each.
+struct TileFacts {
+  TileShape shape;
+  int64_t resident;  // CTAs that a multiprocessor holds of its vector kernels, where shared memory allows it
+};
 
-// In the order of TileId.
-inline constexpr TileShape kTileShapes[] = {{Tile128x128::kBM, Tile128x128::kBN, Tile128x128::kBK},
-                                            {Tile64x64::kBM, Tile64x64::kBN, Tile64x64::kBK}};
+template <class... Tiles>
+struct TileSet {
+  static constexpr TileFacts kFacts[sizeof...(Tiles)] = {
+      {{Tiles::kBM, Tiles::kBN, Tiles::kBK}, Tiles::kMinCtas}...};
+  static constexpr TileShape kShapes[sizeof...(Tiles)] = {{Tiles::kBM, Tiles::kBN, Tiles::kBK}...};
+};
 
-inline TileShape tile_shape(TileId id) { return kTileShapes[static_cast<int>(id)]; }
+// Half precision. Warps of 64 x 64: each operand byte read from shared memory feeds the most products. Eight
+// of them, on a multiprocessor of their own, read the fewest bytes from L2, the next limit of mma.sync.
+template <Element kElement>
+using HalfTiles = TileSet<TileConfig<kElement, 128, 256, 32, 64, 2, 4, 3, 1>,
+                          TileConfig<kElement, 128, 128, 32, 64, 2, 2, 3, 2>,
+                          // For small outputs: more tiles to spread over the multiprocessors.
+                          TileConfig<kElement, 64, 64, 32, 64, 2, 2, 3, 4>>;
+
+using Tf32Tiles = TileSet<TileConfig<Element::kTf32, 128, 256, 16, 32, 2, 4, 3, 1>,
+                          TileConfig<Element::kTf32, 64, 64, 16, 32, 2, 2, 3, 4>>;
+
+// A thread has 8 x 8 sums, or 4 x 8.
+using Fp32Tiles = TileSet<TileConfig<Element::kFp32, 128, 128, 16, 16, 2, 4, 4, 1>,
+                          TileConfig<Element::kFp32, 64, 64, 16, 16, 2, 2, 4, 3>>;
+
+using Fp64Tiles = TileSet<TileConfig<Element::kFp64, 128, 128, 16, 16, 2, 4, 3, 1>,
+                          TileConfig<Element::kFp64, 64, 64, 16, 16, 2, 2, 4, 3>>;
+
+template <Element kElement>
+struct TilesOfElement {
+  using Type = HalfTiles<kElement>;
+};
+template <>
+struct TilesOfElement<Element::kTf32> {
+  using Type = Tf32Tiles;
+};
+template <>
+struct TilesOfElement<Element::kFp32> {
+  using Type = Fp32Tiles;
+};
+template <>
+struct TilesOfElement<Element::kFp64> {
+  using Type = Fp64Tiles;
+};
+template <Element kElement>
+using TilesOf = typename TilesOfElement<kElement>::Type;
+
+// Calls body(std::integral_constant<Element, e>{}), and returns what it returns.
+template <class Body>
+auto with_element(Element e, Body body) {
+  switch (e) {
+    case Element::kFp16:
+      return body(std::integral_constant<Element, Element::kFp16>{});
+    case Element::kFp32:
+      return body(std::integral_constant<Element, Element::kFp32>{});
+    case Element::kTf32:
+      return body(std::integral_constant<Element, Element::kTf32>{});
+    case Element::kFp64:
+      return body(std::integral_constant<Element, Element::kFp64>{});
+    default:
+      return body(std::integral_constant<Element, Element::kBf16>{});
+  }
+}
+
+// A tile is known by its place in these lists, where the largest comes first.
+inline std::span<const TileFacts> tile_facts(Element e) {
+  return with_element(e, [](auto of) { return std::span<const TileFacts>(TilesOf<of.value>::kFacts); });
+}
+inline std::span<const TileShape> tile_shapes(Element e) {
+  return with_element(e, [](auto of) { return std::span<const TileShape>(TilesOf<of.value>::kShapes); });
+}
+
+constexpr int kMostTiles = 3;
 
 }  // namespace tpk::sm80

@@ -30,6 +30,7 @@ struct DeviceFacts {
   int multiprocessors = 0;
   int major = 0;
   int minor = 0;
+  int64_t shared_bytes = 0;  // that a CTA may have
 };
 
 class DeviceCache {
@@ -50,30 +51,31 @@ class DeviceCache {
     ask(&d.multiprocessors, cudaDevAttrMultiProcessorCount);
     ask(&d.major, cudaDevAttrComputeCapabilityMajor);
     ask(&d.minor, cudaDevAttrComputeCapabilityMinor);
+    int shared_bytes = 0;
+    ask(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin);
+    d.shared_bytes = shared_bytes;
     return devices_[device] = d;
   }
 
-  // CTAs of the kernel that a multiprocessor of the current device holds. The first call also raises the
-  // kernel's shared-memory limit, which CUDA keeps per device.
+  // CTAs of the kernel that a multiprocessor of the current device holds; 0 if it has too little shared
+  // memory. The first call also raises the kernel's shared-memory limit, which CUDA keeps per device.
   int resident(int device, const KernelInfo& kernel) {
+    const int64_t available = facts(device).shared_bytes;
     const std::lock_guard lock(mutex_);
     const auto key = std::make_pair(device, kernel.function);
     const auto found = resident_.find(key);
     if (found != resident_.end()) return found->second;
-    check_cuda(cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                    static_cast<int>(kernel.shared_bytes)),
-               "cudaFuncSetAttribute");
-    check_cuda(cudaFuncSetAttribute(kernel.function, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                    cudaSharedmemCarveoutMaxShared),
-               "cudaFuncSetAttribute");
     int count = 0;
-    check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&count, kernel.function, kernel.threads,
-                                                             kernel.shared_bytes),
-               "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
-    if (count == 0) {
-      throw std::runtime_error("the kernel needs " + std::to_string(kernel.shared_bytes) +
-                               " bytes of shared memory, which cuda:" + std::to_string(device) +
-                               " does not have: use path 'cublas'.");
+    if (static_cast<int64_t>(kernel.shared_bytes) <= available) {
+      check_cuda(cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                      static_cast<int>(kernel.shared_bytes)),
+                 "cudaFuncSetAttribute");
+      check_cuda(cudaFuncSetAttribute(kernel.function, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                      cudaSharedmemCarveoutMaxShared),
+                 "cudaFuncSetAttribute");
+      check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&count, kernel.function, kernel.threads,
+                                                               kernel.shared_bytes),
+                 "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
     }
     return resident_[key] = count;
   }
@@ -81,21 +83,23 @@ class DeviceCache {
   // Throws std::invalid_argument with a sentence where the call asks for what there is not.
   GemmPlan plan(const GemmCall& c, int major, const Residency& r) {
     const Problem& p = c.problem;
-    const auto key = std::make_tuple(p.batch, p.m, p.n, p.k, c.multiprocessors, major, r.k128x128, r.k64x64,
-                                     c.workers, c.splits, c.schedule, c.tile);
+    const auto key =
+        std::make_tuple(p.batch, p.m, p.n, p.k, c.element, c.multiprocessors, major, r.of_tile[0],
+                        r.of_tile[1], r.of_tile[2], c.workers, c.splits, c.schedule, c.tile);
+    static_assert(kMostTiles == 3, "The key has the residency of every tile.");
     const std::lock_guard lock(mutex_);
     const auto found = plans_.find(key);
     if (found != plans_.end()) return found->second;
     if (plans_.size() >= kMostPlans) plans_.clear();
-    const CostConstants& cost = major >= 9 ? kCostSm90 : kCostSm80;
-    const GemmPlan plan = plan_gemm(p, c.multiprocessors, cost, c.schedule, c.workers, c.splits, c.tile, r);
+    const GemmPlan plan = plan_gemm(p, c.element, generation_of(major), c.multiprocessors, c.schedule,
+                                    c.workers, c.splits, c.tile, r);
     return plans_.emplace(key, plan).first->second;
   }
 
  private:
   // Looked up by views of the strings, without a copy: std::less<> compares the two.
-  using Key = std::tuple<int64_t, int64_t, int64_t, int64_t, int, int, int64_t, int64_t, int64_t, int64_t,
-                         std::string, std::string>;
+  using Key = std::tuple<int64_t, int64_t, int64_t, int64_t, Element, int, int, int64_t, int64_t, int64_t,
+                         int64_t, int64_t, std::string, std::string>;
   static constexpr size_t kMostPlans = 4096;
   std::mutex mutex_;
   std::map<int, DeviceFacts> devices_;

@@ -10,6 +10,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "kernels/sm80/clear.hpp"
 #include "kernels/sm80/device.hpp"
 #include "kernels/sm80/find_kernel.hpp"
 #include "kernels/sm80/operands.hpp"
@@ -27,8 +28,9 @@ struct Launch {
   GemmParams params;
   KernelInfo kernel{};
   unsigned grid = 1;
-  int64_t zeroed_bytes = 0;  // of the workspace: [ticket | flags | partials], the first two start at zero
-  int64_t workspace_bytes = 0;
+  bool starts_early = false;
+  int64_t zeroed_bytes = 0;     // of the workspace: [ticket | flags | partials], the first two start at zero
+  int64_t workspace_bytes = 0;  // 0: it needs none
 };
 
 // The product of a and b, which may be the call's gate.
@@ -38,36 +40,41 @@ Launch prepare(const GemmCall& c, const Matrix& b) {
   p.problem = c.problem;
   p.timeout_ns = c.timeout_ns;
   p.alpha = c.alpha;
-  const auto [operand_a, layout_a] = read_left(c.a, c.problem);
-  const auto [operand_b, layout_b] = read_right(b, c.problem);
+  const auto [operand_a, layout_a] = read_left(c.a, c.element, c.problem);
+  const auto [operand_b, layout_b] = read_right(b, c.element, c.problem);
   p.a = operand_a;
   p.b = operand_b;
 
   DeviceCache& cache = DeviceCache::instance();
-  const auto kernel_for = [&, a_is = layout_a, b_is = layout_b](TileId tile) {
+  const auto kernel_for = [&, a_is = layout_a, b_is = layout_b](int tile) {
     return find_kernel(c.element, a_is, b_is, tile);
   };
-  const Residency residency{cache.resident(c.device, kernel_for(TileId::k128x128)),
-                            cache.resident(c.device, kernel_for(TileId::k64x64))};
-  const GemmPlan plan = cache.plan(c, cache.facts(c.device).major, residency);
+  Residency residency;
+  const auto num_tiles = static_cast<int>(tile_shapes(c.element).size());
+  for (int i = 0; i < num_tiles; ++i) residency.of_tile[i] = cache.resident(c.device, kernel_for(i));
+  const DeviceFacts facts = cache.facts(c.device);
+  const GemmPlan plan = cache.plan(c, facts.major, residency);
   p.schedule = plan.plan.schedule;
   p.order = plan.plan.order;
   launch.kernel = kernel_for(plan.tile);
-  launch.grid = static_cast<unsigned>(min64(p.schedule.workers, c.multiprocessors * residency.of(plan.tile)));
+  launch.grid =
+      static_cast<unsigned>(min64(p.schedule.workers, c.multiprocessors * residency.of_tile[plan.tile]));
+  launch.starts_early = facts.major >= 9;
 
-  const TileShape& tile = plan.plan.tile;
   const int64_t slots = p.schedule.num_slots;
+  if (slots == 0 && p.schedule.num_pieces <= 1) return launch;  // whole tiles: nobody waits for anybody
+  const TileShape& tile = plan.plan.tile;
+  const int64_t sum_bytes = c.element == Element::kFp64 ? 8 : 4;
   launch.zeroed_bytes = kLine + aligned(slots * static_cast<int64_t>(sizeof(uint32_t)));
-  launch.workspace_bytes =
-      launch.zeroed_bytes + slots * tile.bm * tile.bn * static_cast<int64_t>(sizeof(float));
+  launch.workspace_bytes = launch.zeroed_bytes + slots * tile.bm * tile.bn * sum_bytes;
   return launch;
 }
 
 void fill_epilogue(GemmParams& p, const GemmCall& c) {
-  p.out = read_output(c.out, c.problem);
+  p.out = read_output(c.out, c.element, c.problem);
   p.out_kind = c.out.kind;
-  p.preact = read_output(c.preact, c.problem);
-  p.residual = read_output(c.residual, c.problem);
+  p.preact = read_output(c.preact, c.element, c.problem);
+  p.residual = read_output(c.residual, c.element, c.problem);
   p.residual_kind = c.residual.kind;
   p.bias = c.bias.data;
   p.bias_stride = c.problem.n > 1 ? c.bias.col_stride * bytes_of(c.bias.kind) : 0;
@@ -76,18 +83,36 @@ void fill_epilogue(GemmParams& p, const GemmCall& c) {
   p.accumulate = c.accumulate;
 }
 
+// One kernel on the stream. Early: while what comes before it still runs; the kernel waits for that itself.
+void launch_kernel(const KernelInfo& kernel, unsigned grid, void** arguments, bool early, cudaStream_t stream,
+                   const char* what) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(grid);
+  config.blockDim = dim3(static_cast<unsigned>(kernel.threads));
+  config.dynamicSmemBytes = kernel.shared_bytes;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = early ? 1 : 0;
+  check_cuda(cudaLaunchKernelExC(&config, kernel.function, arguments), what);
+}
+
 void start(Launch& launch, char* workspace, cudaStream_t stream) {
   GemmParams& p = launch.params;
-  p.ticket = reinterpret_cast<uint32_t*>(workspace);
-  p.flags = reinterpret_cast<uint32_t*>(workspace + kLine);
-  p.partials = reinterpret_cast<float*>(workspace + launch.zeroed_bytes);
-  check_cuda(cudaMemsetAsync(workspace, 0, static_cast<size_t>(launch.zeroed_bytes), stream),
-             "cudaMemsetAsync");
+  p.only_adds = adds_only(p);
+  if (launch.workspace_bytes > 0) {
+    p.ticket = reinterpret_cast<uint32_t*>(workspace);
+    p.flags = reinterpret_cast<uint32_t*>(workspace + kLine);
+    p.partials = workspace + launch.zeroed_bytes;
+    auto count = static_cast<int>(launch.zeroed_bytes / 16);
+    void* arguments[] = {&workspace, &count};
+    launch_kernel(clear_kernel(), 1, arguments, launch.starts_early, stream, "The launch that clears flags");
+  }
   void* arguments[] = {&p};
-  check_cuda(cudaLaunchKernel(launch.kernel.function, dim3(launch.grid),
-                              dim3(static_cast<unsigned>(launch.kernel.threads)), arguments,
-                              launch.kernel.shared_bytes, stream),
-             "The launch of the portable Stream-K kernel");
+  launch_kernel(launch.kernel, launch.grid, arguments, launch.starts_early, stream,
+                "The launch of the portable Stream-K kernel");
 }
 
 char* allocate(const Allocator& allocator, int64_t bytes) {
@@ -99,11 +124,11 @@ char* allocate(const Allocator& allocator, int64_t bytes) {
   return reinterpret_cast<char*>((base + kLine - 1) / kLine * kLine);
 }
 
-// alpha * (A * gate) in fp32, for the epilogue of the product that it is multiplied by. Rows are padded, so
-// that they are read and written in vectors whatever N is.
-Matrix scratch_of(const Problem& p) {
+// alpha * (A * gate) in the type of the sums, for the epilogue of the product that it is multiplied by. Rows
+// are padded, so that they are read and written in vectors whatever N is.
+Matrix scratch_of(const Problem& p, Element e) {
   Matrix m;
-  m.kind = ScalarKind::kFp32;
+  m.kind = e == Element::kFp64 ? ScalarKind::kFp64 : ScalarKind::kFp32;
   m.col_stride = 1;
   m.row_stride = ceil_div(p.n, 4) * 4;
   m.batch_stride = p.m * m.row_stride;
@@ -117,17 +142,18 @@ void run(const GemmCall& c, cudaStream_t stream, const Allocator& allocator) {
   Launch product = prepare(c, c.b);
   fill_epilogue(product.params, c);
   if (c.gate.data == nullptr) {
-    start(product, allocate(allocator, product.workspace_bytes), stream);
+    const int64_t bytes = product.workspace_bytes;
+    start(product, bytes > 0 ? allocate(allocator, bytes) : nullptr, stream);
     return;
   }
   // Two launches, one after the other on the stream: they share the workspace.
   Launch gate = prepare(c, c.gate);
-  Matrix scratch = scratch_of(c.problem);
+  Matrix scratch = scratch_of(c.problem, c.element);
   const int64_t scratch_at = aligned(std::max(product.workspace_bytes, gate.workspace_bytes));
   const int64_t scratch_bytes = c.problem.batch * scratch.batch_stride * bytes_of(scratch.kind);
   char* workspace = allocate(allocator, scratch_at + scratch_bytes);
   scratch.data = workspace + scratch_at;
-  gate.params.out = product.params.mul = read_output(scratch, c.problem);
+  gate.params.out = product.params.mul = read_output(scratch, c.element, c.problem);
   gate.params.out_kind = scratch.kind;
   start(gate, workspace, stream);
   start(product, workspace, stream);

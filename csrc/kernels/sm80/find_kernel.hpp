@@ -6,7 +6,7 @@
 namespace tpk::sm80 {
 
 template <Element kElement>
-KernelInfo find_kernel(OperandLayout a, OperandLayout b, TileId tile) {
+KernelInfo find_kernel(OperandLayout a, OperandLayout b, int tile) {
   constexpr auto kK = OperandLayout::kKMajor;
   constexpr auto kOuter = OperandLayout::kOuterMajor;
   constexpr auto kAny = OperandLayout::kStrided;
@@ -15,9 +15,8 @@ KernelInfo find_kernel(OperandLayout a, OperandLayout b, TileId tile) {
   return b == kK ? kernel_info<kElement, kOuter, kK>(tile) : kernel_info<kElement, kOuter, kOuter>(tile);
 }
 
-inline KernelInfo find_kernel(Element element, OperandLayout a, OperandLayout b, TileId tile) {
-  return element == Element::kBf16 ? find_kernel<Element::kBf16>(a, b, tile)
-                                   : find_kernel<Element::kFp16>(a, b, tile);
+inline KernelInfo find_kernel(Element element, OperandLayout a, OperandLayout b, int tile) {
+  return with_element(element, [=](auto of) { return find_kernel<of.value>(a, b, tile); });
 }
 
 }  // namespace tpk::sm80

@@ -1,6 +1,6 @@
-// Fix-up: partial tiles go from the CTAs that computed them to the tile's finisher, through fp32 slots in
-// global memory. A slot is written once and read once per launch, in fragment order: thread t's i-th group
-// of four accumulators is the float4 at i * kThreads + t, so every access of a warp is 512 contiguous bytes.
+// Fix-up: partial tiles go from the CTAs that computed them to the tile's finisher, through slots of sums in
+// global memory. A slot is written once and read once per launch, in fragment order: thread t's i-th 16 bytes
+// of accumulators are the unit i * kThreads + t, so every access of a warp is 512 contiguous bytes.
 #pragma once
 
 #include <cstdio>
@@ -12,23 +12,49 @@ namespace tpk::sm80 {
 
 constexpr uint32_t kPartialReady = 1;
 
-template <class Tile>
-__device__ __forceinline__ float4* slot_of(const GemmParams& p, int64_t slot) {
-  return reinterpret_cast<float4*>(p.partials + slot * (Tile::kBM * Tile::kBN)) + threadIdx.x;
+// 16 bytes of sums.
+__device__ __forceinline__ void store_unit(float4* to, const float* v) {
+  __stcg(to, make_float4(v[0], v[1], v[2], v[3]));
 }
+__device__ __forceinline__ void store_unit(double2* to, const double* v) {
+  __stcg(to, make_double2(v[0], v[1]));
+}
+__device__ __forceinline__ void load_unit(float* v, const float4* from) {
+  const float4 x = __ldcg(from);
+  v[0] = x.x, v[1] = x.y, v[2] = x.z, v[3] = x.w;
+}
+__device__ __forceinline__ void load_unit(double* v, const double2* from) {
+  const double2 x = __ldcg(from);
+  v[0] = x.x, v[1] = x.y;
+}
+
+template <class Tile>
+struct Slot {
+  using Sum = typename Tile::Sum;
+  using Unit = std::conditional_t<sizeof(Sum) == 8, double2, float4>;
+  static constexpr int kPerUnit = kChunkBytes / static_cast<int>(sizeof(Sum));
+  static constexpr int kRow = Tile::kFragmentsN * 4;  // sums of a thread in a row of fragments
+  static constexpr int kUnits = kRow / kPerUnit;
+  static constexpr int kUnitsOfSlot = Tile::kBM * Tile::kBN / kPerUnit;
+
+  static __device__ __forceinline__ Unit* at(const GemmParams& p, int64_t slot) {
+    return static_cast<Unit*>(p.partials) + slot * kUnitsOfSlot + threadIdx.x;
+  }
+};
 
 // Writes the CTA's accumulators to the slot, then raises its flag (release at gpu scope). All threads call
 // it.
 template <class Tile>
 __device__ __forceinline__ void publish_partial(const GemmParams& p, int64_t slot,
                                                 const Accumulators<Tile>& acc) {
-  float4* to = slot_of<Tile>(p, slot);
+  using S = Slot<Tile>;
+  auto* to = S::at(p, slot);
 #pragma unroll
   for (int i = 0; i < Tile::kFragmentsM; ++i) {
 #pragma unroll
-    for (int j = 0; j < Tile::kFragmentsN; ++j) {
-      __stcg(to + (i * Tile::kFragmentsN + j) * Tile::kThreads,
-             make_float4(acc[i][j][0], acc[i][j][1], acc[i][j][2], acc[i][j][3]));
+    for (int u = 0; u < S::kUnits; ++u) {
+      store_unit(to + (i * S::kUnits + u) * Tile::kThreads,
+                 &acc[i][u * S::kPerUnit / 4][u * S::kPerUnit % 4]);
     }
   }
   __syncthreads();
@@ -55,6 +81,7 @@ __device__ __forceinline__ void publish_partial(const GemmParams& p, int64_t slo
 template <class Tile>
 __device__ __forceinline__ void add_partials(const GemmParams& p, int64_t first, int64_t end,
                                              Accumulators<Tile>& acc) {
+  using S = Slot<Tile>;
   for (int64_t slot = first + threadIdx.x; slot < end; slot += Tile::kThreads) {
     uint32_t seen;
     if (!comm::wait_epoch<comm::Scope::kGpu>(p.flags + slot, kPartialReady, p.timeout_ns, &seen)) {
@@ -64,30 +91,22 @@ __device__ __forceinline__ void add_partials(const GemmParams& p, int64_t first,
   __syncthreads();  // each waiting thread's acquire, before every thread's reads
 #pragma unroll
   for (int i = 0; i < Tile::kFragmentsM; ++i) {
-    // One row of fragments at a time: kFragmentsN independent loads in flight per slot.
-    float4 sum[Tile::kFragmentsN];
-    const float4* from = slot_of<Tile>(p, first) + i * Tile::kFragmentsN * Tile::kThreads;
+    // One row of fragments at a time: its independent loads are in flight together.
+    typename S::Sum sum[S::kRow];
+    const auto* from = S::at(p, first) + i * S::kUnits * Tile::kThreads;
 #pragma unroll
-    for (int j = 0; j < Tile::kFragmentsN; ++j) sum[j] = __ldcg(from + j * Tile::kThreads);
+    for (int u = 0; u < S::kUnits; ++u) load_unit(sum + u * S::kPerUnit, from + u * Tile::kThreads);
 #pragma unroll 1
     for (int64_t slot = first + 1; slot < end; ++slot) {
-      from += Tile::kBM * Tile::kBN / 4;
+      from += S::kUnitsOfSlot;
+      typename S::Sum more[S::kRow];
 #pragma unroll
-      for (int j = 0; j < Tile::kFragmentsN; ++j) {
-        const float4 x = __ldcg(from + j * Tile::kThreads);
-        sum[j].x += x.x;
-        sum[j].y += x.y;
-        sum[j].z += x.z;
-        sum[j].w += x.w;
-      }
+      for (int u = 0; u < S::kUnits; ++u) load_unit(more + u * S::kPerUnit, from + u * Tile::kThreads);
+#pragma unroll
+      for (int r = 0; r < S::kRow; ++r) sum[r] += more[r];
     }
 #pragma unroll
-    for (int j = 0; j < Tile::kFragmentsN; ++j) {
-      acc[i][j][0] = sum[j].x + acc[i][j][0];
-      acc[i][j][1] = sum[j].y + acc[i][j][1];
-      acc[i][j][2] = sum[j].z + acc[i][j][2];
-      acc[i][j][3] = sum[j].w + acc[i][j][3];
-    }
+    for (int r = 0; r < S::kRow; ++r) acc[i][r / 4][r % 4] = sum[r] + acc[i][r / 4][r % 4];
   }
 }
 

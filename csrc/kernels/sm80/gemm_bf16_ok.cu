@@ -1,6 +1,5 @@
 // bf16 operands; A outer-major, B K-major.
 #include "kernels/sm80/kernel.cuh"
 
-template tpk::sm80::KernelInfo
-    tpk::sm80::kernel_info<tpk::sm80::Element::kBf16, tpk::sm80::OperandLayout::kOuterMajor,
-                           tpk::sm80::OperandLayout::kKMajor>(tpk::sm80::TileId);
+template tpk::sm80::KernelInfo tpk::sm80::kernel_info<
+    tpk::sm80::Element::kBf16, tpk::sm80::OperandLayout::kOuterMajor, tpk::sm80::OperandLayout::kKMajor>(int);

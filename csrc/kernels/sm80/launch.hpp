@@ -1,5 +1,5 @@
-// Which kernels exist. Each (element, layouts) pair is instantiated in a source file of its own, for both
-// tiles, so that they compile in parallel.
+// Which kernels exist. Each (element, layouts) pair is instantiated in a source file of its own, for all of
+// the element's tiles, so that they compile in parallel.
 #pragma once
 
 #include <cstddef>
@@ -14,9 +14,9 @@ struct KernelInfo {
   size_t shared_bytes;  // dynamic
 };
 
-// Defined in kernel.cuh, instantiated in gemm_*.cu: bf16 and fp16, with each of A and B K-major or
-// outer-major, or both strided.
+// Defined in kernel.cuh, instantiated in gemm_*.cu: each element, with each of A and B K-major or
+// outer-major, or both strided. tile: its place in TilesOf<kElement>.
 template <Element kElement, OperandLayout kLayoutA, OperandLayout kLayoutB>
-KernelInfo kernel_info(TileId tile);
+KernelInfo kernel_info(int tile);
 
 }  // namespace tpk::sm80

@@ -10,20 +10,22 @@
 
 namespace tpk::sm80 {
 
-// Valid elements of a chunk that starts at `first` where `left` elements are left, in bytes.
+// Valid bytes of a chunk that starts at element `first` where `left` elements are left.
+template <int kElementBytes>
 TPK_HD int chunk_bytes(int left, int first) {
+  constexpr int kMost = chunk_elements(kElementBytes);
   const int n = left - first;
-  return (n < 0 ? 0 : n > kChunkElements ? kChunkElements : n) * kElementBytes;
+  return (n < 0 ? 0 : n > kMost ? kMost : n) * kElementBytes;
 }
 
-template <OperandLayout kLayout, int kExtent, int kThreads>
+template <OperandLayout kLayout, int kExtent, int kBK, int kElementBytes, int kThreads>
 class Loader;
 
 // K contiguous, 16-byte loads: threads walk K first, then rows.
-template <int kExtent, int kThreads>
-class Loader<OperandLayout::kKMajor, kExtent, kThreads> {
+template <int kExtent, int kBK, int kElementBytes, int kThreads>
+class Loader<OperandLayout::kKMajor, kExtent, kBK, kElementBytes, kThreads> {
  public:
-  using Tile = KMajorTile<kExtent>;
+  using Tile = KMajorTile<kExtent, kBK, kElementBytes>;
   static constexpr int kPasses = Tile::kChunks / kThreads;
   static constexpr int kRowsPerPass = kThreads / Tile::kChunksPerRow;
   static_assert(Tile::kChunks % kThreads == 0, "Every thread loads the same number of chunks.");
@@ -34,19 +36,19 @@ class Loader<OperandLayout::kKMajor, kExtent, kThreads> {
     const ChunkCoord c = Tile::chunk(threadIdx.x);
     source_ = static_cast<const char*>(operand.data) + offset + c.outer * operand.outer_stride +
               c.k * kElementBytes;
-    target_ = Tile::offset(c.outer, c.k / kChunkElements);
+    target_ = Tile::offset(c.outer, c.k / Tile::kChunkElements);
     rows_left_ = outer_left - c.outer;
   }
 
   __device__ __forceinline__ void load(const Operand& operand, uint32_t stage, int k_left) {
-    const int bytes = chunk_bytes(k_left, Tile::chunk(threadIdx.x).k);
+    const int bytes = chunk_bytes<kElementBytes>(k_left, Tile::chunk(threadIdx.x).k);
 #pragma unroll
     for (int i = 0; i < kPasses; ++i) {
-      cp_async_16(stage + target_ + i * kRowsPerPass * 64,
+      cp_async_16(stage + target_ + i * kRowsPerPass * Tile::kRowBytes,
                   source_ + i * (operand.outer_stride * kRowsPerPass),
                   i * kRowsPerPass < rows_left_ ? bytes : 0);
     }
-    source_ += 32 * kElementBytes;
+    source_ += kBK * kElementBytes;
   }
 
  private:
@@ -56,31 +58,32 @@ class Loader<OperandLayout::kKMajor, kExtent, kThreads> {
 };
 
 // M or N contiguous, 16-byte loads.
-template <int kExtent, int kThreads>
-class Loader<OperandLayout::kOuterMajor, kExtent, kThreads> {
+template <int kExtent, int kBK, int kElementBytes, int kThreads>
+class Loader<OperandLayout::kOuterMajor, kExtent, kBK, kElementBytes, kThreads> {
  public:
-  using Tile = OuterMajorTile<kExtent>;
+  using Tile = OuterMajorTile<kExtent, kBK, kElementBytes>;
   static constexpr int kPasses = Tile::kChunks / kThreads;
   static constexpr int kRowsPerPass = kThreads / Tile::kChunksPerRow;
   static_assert(Tile::kChunks % kThreads == 0, "Every thread loads the same number of chunks.");
-  static_assert(kRowsPerPass % 8 == 0, "A pass must not change the swizzle.");
+  static_assert((kRowsPerPass & (kRowsPerPass - 1)) == 0, "Rows of a pass and passes share no bits.");
 
   __device__ __forceinline__ void start(const Operand& operand, int64_t offset, int outer_left) {
     const ChunkCoord c = Tile::chunk(threadIdx.x);
     source_ =
         static_cast<const char*>(operand.data) + offset + c.k * operand.k_stride + c.outer * kElementBytes;
-    target_ = Tile::offset(c.outer / kChunkElements, c.k);
-    bytes_ = chunk_bytes(outer_left, c.outer);
+    target_ = Tile::offset(c.outer / Tile::kChunkElements, c.k);
+    bytes_ = chunk_bytes<kElementBytes>(outer_left, c.outer);
   }
 
   __device__ __forceinline__ void load(const Operand& operand, uint32_t stage, int k_left) {
     const int rows_left = k_left - Tile::chunk(threadIdx.x).k;
 #pragma unroll
     for (int i = 0; i < kPasses; ++i) {
-      cp_async_16(stage + target_ + i * kRowsPerPass * Tile::kRowBytes,
+      const uint32_t moved = static_cast<uint32_t>(Tile::swizzle(i * kRowsPerPass)) << 4;
+      cp_async_16(stage + (target_ ^ moved) + i * kRowsPerPass * Tile::kRowBytes,
                   source_ + i * (operand.k_stride * kRowsPerPass), i * kRowsPerPass < rows_left ? bytes_ : 0);
     }
-    source_ += operand.k_stride * 32;
+    source_ += operand.k_stride * kBK;
   }
 
  private:
@@ -91,10 +94,10 @@ class Loader<OperandLayout::kOuterMajor, kExtent, kThreads> {
 
 // Any strides, any alignment: element loads, packed K-major. Threads walk along whichever dimension has the
 // smaller stride. Synchronous, and several times slower than the others, but never wrong and never an error.
-template <int kExtent, int kThreads>
-class Loader<OperandLayout::kStrided, kExtent, kThreads> {
+template <int kExtent, int kBK, int kElementBytes, int kThreads>
+class Loader<OperandLayout::kStrided, kExtent, kBK, kElementBytes, kThreads> {
  public:
-  using Tile = KMajorTile<kExtent>;
+  using Tile = KMajorTile<kExtent, kBK, kElementBytes>;
   static constexpr int kPasses = Tile::kChunks / kThreads;
   static_assert(Tile::kChunks % kThreads == 0, "Every thread loads the same number of chunks.");
 
@@ -109,21 +112,43 @@ class Loader<OperandLayout::kStrided, kExtent, kThreads> {
     for (int i = 0; i < kPasses; ++i) {
       const int id = threadIdx.x + i * kThreads;
       const int outer = along_k_ ? id / Tile::kChunksPerRow : id % kExtent;
-      const int k = (along_k_ ? id % Tile::kChunksPerRow : id / kExtent) * kChunkElements;
+      const int k = (along_k_ ? id % Tile::kChunksPerRow : id / kExtent) * Tile::kChunkElements;
       const int valid = outer < outer_left_ ? k_left - k : 0;
-      const char* element = source_ + outer * operand.outer_stride + k * operand.k_stride;
-      uint32_t bits[kChunkElements];
-#pragma unroll
-      for (int j = 0; j < kChunkElements; ++j) {
-        bits[j] = j < valid ? *reinterpret_cast<const unsigned short*>(element + j * operand.k_stride) : 0u;
-      }
-      store_shared_16(stage + Tile::offset(outer, k / kChunkElements), bits[0] | bits[1] << 16,
-                      bits[2] | bits[3] << 16, bits[4] | bits[5] << 16, bits[6] | bits[7] << 16);
+      uint32_t words[4];
+      gather(words, source_ + outer * operand.outer_stride + k * operand.k_stride, operand.k_stride, valid);
+      store_shared_16(stage + Tile::offset(outer, k / Tile::kChunkElements), words[0], words[1], words[2],
+                      words[3]);
     }
-    source_ += operand.k_stride * 32;
+    source_ += operand.k_stride * kBK;
   }
 
  private:
+  // A chunk of elements `stride` bytes apart, the first `valid` of them.
+  static __device__ __forceinline__ void gather(uint32_t (&words)[4], const char* element, int64_t stride,
+                                                int valid) {
+    if constexpr (kElementBytes == 2) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const char* const at = element + 2 * j * stride;
+        const uint32_t low = 2 * j < valid ? *reinterpret_cast<const unsigned short*>(at) : 0u;
+        const uint32_t high = 2 * j + 1 < valid ? *reinterpret_cast<const unsigned short*>(at + stride) : 0u;
+        words[j] = low | high << 16;
+      }
+    } else if constexpr (kElementBytes == 4) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        words[j] = j < valid ? *reinterpret_cast<const uint32_t*>(element + j * stride) : 0u;
+    } else {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const uint2 both =
+            j < valid ? *reinterpret_cast<const uint2*>(element + j * stride) : make_uint2(0, 0);
+        words[2 * j] = both.x;
+        words[2 * j + 1] = both.y;
+      }
+    }
+  }
+
   const char* source_;
   int outer_left_;
   bool along_k_;

@@ -23,7 +23,8 @@ struct Output {
   int64_t batch_stride = 0;
   int64_t row_stride = 0;
   int64_t col_stride = 0;
-  bool vector = false;  // four neighbouring columns are one aligned access
+  bool vector = false;  // neighbouring columns are a unit: four of 2 or 4 bytes beside fp32 sums, two of fp64
+                        // beside fp64 ones
 };
 
 struct GemmParams {
@@ -32,25 +33,32 @@ struct GemmParams {
   Output out;
   Output preact;
   Output residual;  // read only
-  Output mul;       // read only, fp32: alpha * (A * gate), whose activation the product is multiplied by
+  Output mul;       // read only, sums: alpha * (A * gate), whose activation the product is multiplied by
   const void* bias = nullptr;
   int64_t bias_stride = 0;  // bytes
   Problem problem;
   ScalarKind out_kind = ScalarKind::kBf16;  // of preact too
   ScalarKind bias_kind = ScalarKind::kBf16;
   ScalarKind residual_kind = ScalarKind::kBf16;
-  float alpha = 1.0f;
+  double alpha = 1.0;
   Activation activation = Activation::kNone;  // of mul alone, where there is one
   bool accumulate = false;
+  bool only_adds = false;  // see adds_only
 
-  uint32_t* ticket = nullptr;  // zero before the launch
+  uint32_t* ticket = nullptr;  // zero before the launch; null: whole tiles, dealt out to the CTAs in turn
   uint32_t* flags = nullptr;   // one per slot, zero before the launch
-  float* partials = nullptr;   // slots of kBM * kBN floats, in fragment order
+  void* partials = nullptr;    // slots of kBM * kBN sums, in fragment order
   uint64_t timeout_ns = 0;     // bound of every wait
 
   TileOrder order;
   Schedule schedule;
 };
+
+// Whether nothing but additions of units follow the product, all of one type.
+inline bool adds_only(const GemmParams& p) {
+  return p.preact.data == nullptr && p.mul.data == nullptr && p.activation == Activation::kNone &&
+         p.out.vector && (p.residual.data == nullptr || (p.residual.vector && p.residual_kind == p.out_kind));
+}
 
 static_assert(sizeof(GemmParams) <= 4096, "Kernel parameters are limited to 4 KiB.");
 

@@ -3,59 +3,60 @@
 #pragma once
 
 #include <span>
+#include <stdexcept>
+#include <string>
 #include <string_view>
 
 #include "host/plan.hpp"
 #include "kernels/sm80/config.hpp"
+#include "kernels/sm80/cost.hpp"
 
 namespace tpk::sm80 {
 
 struct GemmPlan {
   Plan plan;
-  TileId tile = TileId::k128x128;
+  int tile = 0;  // its place in tile_shapes(element)
 };
 
-// CTAs that a multiprocessor holds, by tile: what the launcher asked the device for, or what the vector
-// kernels are compiled for.
+// CTAs that a multiprocessor holds, by tile; 0: it has too little shared memory.
 struct Residency {
-  int64_t k128x128 = Tile128x128::kMinCtas;
-  int64_t k64x64 = Tile64x64::kMinCtas;
-
-  int64_t of(TileId id) const { return id == TileId::k128x128 ? k128x128 : k64x64; }
+  int64_t of_tile[kMostTiles] = {};
 };
 
-namespace detail {
-
-// CTAs that share a multiprocessor share its tensor cores and bandwidth; a CTA alone cannot keep them busy.
-// The second is a guess, to be refitted together with host/cost_model.hpp.
-inline CostConstants shared_cost(CostConstants c, int64_t resident) {
-  const double slower = resident == 1 ? 1.25 : static_cast<double>(resident);
-  c.mac_us *= slower;
-  c.load_us *= slower;
-  c.epilogue_elem_us *= slower;
-  c.partial_elem_us *= slower;
-  return c;
+// What the vector kernels are compiled for.
+inline Residency full_residency(Element e) {
+  Residency r;
+  const auto facts = tile_facts(e);
+  for (size_t i = 0; i < facts.size(); ++i) r.of_tile[i] = facts[i].resident;
+  return r;
 }
 
-}  // namespace detail
+// "128x128x16 or 64x64x16".
+inline std::string tile_names(Element e) {
+  std::string names;
+  const auto shapes = tile_shapes(e);
+  for (size_t i = 0; i < shapes.size(); ++i)
+    names += (i == 0 ? "" : i + 1 < shapes.size() ? ", " : " or ") + name(shapes[i]);
+  return names;
+}
 
 // schedule: a name of host/schedule_builder.hpp or "auto". workers: tickets that run at once, 0 for as many
-// as fit. tile: a name such as "128x128x32", "" for the cheapest. Throws std::invalid_argument with a
-// sentence where an argument makes no sense.
-inline GemmPlan plan_gemm(const Problem& p, int64_t multiprocessors, const CostConstants& cost,
-                          std::string_view schedule, int64_t workers, int64_t splits,
-                          std::string_view tile = {}, const Residency& residency = {}) {
+// as fit. tile: a name such as "128x128x32", "" for the cheapest that the device can hold. Throws
+// std::invalid_argument with a sentence where an argument makes no sense.
+inline GemmPlan plan_gemm(const Problem& p, Element element, Generation generation, int64_t multiprocessors,
+                          std::string_view schedule, int64_t workers, int64_t splits, std::string_view tile,
+                          const Residency& residency) {
   GemmPlan best;
   bool found = false;
-  for (const TileShape& shape : tiles_named(tile, kTileShapes)) {
-    const auto id = static_cast<TileId>(&shape - kTileShapes);
-    const int64_t most = residency.of(id);
-    for (const int64_t resident : {int64_t{1}, most}) {
-      // A named schedule fills the multiprocessors unless it is told how many workers to use.
-      if (schedule != "auto" && resident != most) continue;
+  const std::span<const TileShape> shapes = tile_shapes(element);
+  for (const TileShape& shape : tiles_named(tile, shapes)) {
+    const auto id = static_cast<int>(&shape - shapes.data());
+    const int64_t most = residency.of_tile[id];
+    // A named schedule fills the multiprocessors unless it is told how many workers to use.
+    for (int64_t resident = schedule == "auto" ? 1 : max64(1, most); resident <= most; ++resident) {
       Machine machine;
       machine.multiprocessors = workers > 0 ? workers : multiprocessors * resident;
-      machine.cost = detail::shared_cost(cost, resident);
+      machine.cost = cost_of(element, id, generation, resident);
       GemmPlan candidate;
       candidate.tile = id;
       if (schedule == "auto") {
@@ -69,6 +70,10 @@ inline GemmPlan plan_gemm(const Problem& p, int64_t multiprocessors, const CostC
       if (!found || candidate.plan.predicted_us < best.plan.predicted_us) best = candidate;
       found = true;
     }
+  }
+  if (!found) {
+    throw std::invalid_argument("tile " + std::string(tile) +
+                                " needs more shared memory than the device has: leave tile empty.");
   }
   return best;
 }

@@ -13,6 +13,28 @@ __device__ __forceinline__ unsigned char* dynamic_shared() {
   return shared;
 }
 
+// threadIdx.x, which the compiler takes for another value each time.
+__device__ __forceinline__ int thread_index_anew() {
+  int x;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+  return x;
+}
+
+__device__ __forceinline__ int ctas_of_grid() { return static_cast<int>(gridDim.x); }
+
+// A launch may start before those that it depends on have ended (entry.cpp asks for it from Hopper on): it
+// waits for them, and may let those behind it start.
+__device__ __forceinline__ void allow_later_kernels() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void wait_for_earlier_kernels() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
@@ -54,23 +76,85 @@ __device__ __forceinline__ void load_matrix_x4(uint32_t (&r)[4], uint32_t shared
   }
 }
 
-// d += a * b for a 16 x 16 block of A and a 16 x 8 block of B.
+// One, two or four neighbouring elements, in one load.
+__device__ __forceinline__ void load_shared(uint32_t (&v)[1], uint32_t shared) {
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v[0]) : "r"(shared) : "memory");
+}
+__device__ __forceinline__ void load_shared(float (&v)[1], uint32_t shared) {
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v[0]) : "r"(shared) : "memory");
+}
+__device__ __forceinline__ void load_shared(float (&v)[2], uint32_t shared) {
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v[0]), "=f"(v[1]) : "r"(shared) : "memory");
+}
+__device__ __forceinline__ void load_shared(float (&v)[4], uint32_t shared) {
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
+               : "r"(shared)
+               : "memory");
+}
+__device__ __forceinline__ void load_shared(double (&v)[1], uint32_t shared) {
+  asm volatile("ld.shared.f64 %0, [%1];" : "=d"(v[0]) : "r"(shared) : "memory");
+}
+__device__ __forceinline__ void load_shared(double (&v)[2], uint32_t shared) {
+  asm volatile("ld.shared.v2.f64 {%0, %1}, [%2];" : "=d"(v[0]), "=d"(v[1]) : "r"(shared) : "memory");
+}
+
+// An fp32 number as the nearest tf32. Of two that are as near, Hopper's one instruction for it takes the even
+// one; before, there is only the one away from zero.
+__device__ __forceinline__ uint32_t round_tf32(uint32_t bits) {
+  uint32_t r;
+#if __CUDA_ARCH__ >= 900
+  asm("cvt.rn.tf32.f32 %0, %1;" : "=r"(r) : "f"(__uint_as_float(bits)));
+#else
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(r) : "f"(__uint_as_float(bits)));
+#endif
+  return r;
+}
+
+__device__ __forceinline__ float multiply_add(float a, float b, float c) { return fmaf(a, b, c); }
+
+// d += a * b for 16 rows of A, 8 columns of B, and the element's K step.
 template <Element kElement>
-__device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
-                                             uint32_t b1) {
+__device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   if constexpr (kElement == Element::kBf16) {
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
         "{%0, %1, %2, %3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-  } else {
+  } else if constexpr (kElement == Element::kFp16) {
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
         "{%0, %1, %2, %3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  } else {
+    static_assert(kElement == Element::kTf32, "The other elements have other registers.");
+    asm volatile(
+        "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
   }
+}
+
+// fp64. Before Hopper there are only shapes of eight rows; Hopper runs those at half its rate.
+template <Element kElement>
+__device__ __forceinline__ void mma(double (&d)[4], const double (&a)[2], double b) {
+  static_assert(kElement == Element::kFp64, "Only fp64 has sums in fp64.");
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "mma.sync.aligned.m16n8k4.row.col.f64.f64.f64.f64 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+      : "+d"(d[0]), "+d"(d[1]), "+d"(d[2]), "+d"(d[3])
+      : "d"(a[0]), "d"(a[1]), "d"(b));
+#else
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    asm volatile("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0, %1}, {%2}, {%3}, {%0, %1};"
+                 : "+d"(d[2 * i]), "+d"(d[2 * i + 1])
+                 : "d"(a[i]), "d"(b));
+  }
+#endif
 }
 
 // Two floats rounded to nearest even; lo goes to the lower half.

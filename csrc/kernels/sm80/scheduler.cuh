@@ -8,6 +8,7 @@
 
 #include "comm/flags.cuh"
 #include "kernels/sm80/params.hpp"
+#include "kernels/sm80/ptx.cuh"
 
 namespace tpk::sm80 {
 
@@ -18,34 +19,36 @@ struct WorkItem {
   int64_t batch;
   int64_t m;  // first row and column of the tile
   int64_t n;
-  int64_t k_left;  // elements of K from the segment's first on
+  int64_t k_left;  // elements of K
   int64_t slot;
   int64_t first_slot;
   int64_t end_slot;
-  int32_t iters;  // 0: no work is left
+  int32_t stages;  // in which the elements of K come; 0: no work is left
 };
 
 struct WorkerState {
   WorkItem item;
   alignas(SegmentCursor) unsigned char cursor[sizeof(SegmentCursor)];
   bool has_ticket;
+  int64_t next_tile;  // position, where whole tiles are dealt out
 };
 
 template <class Tile>
 __device__ __forceinline__ WorkItem make_item(const GemmParams& p, const Segment& s) {
   const TileCoord tile = p.order.at(s.position);
   const int64_t k = s.k_begin * Tile::kBK;
+  const int64_t length = (s.k_end - s.k_begin) * Tile::kBK;
   WorkItem item;
   item.batch = tile.batch;
   item.m = tile.m * Tile::kBM;
   item.n = tile.n * Tile::kBN;
   item.a_offset = item.batch * p.a.batch_stride + item.m * p.a.outer_stride + k * p.a.k_stride;
   item.b_offset = item.batch * p.b.batch_stride + item.n * p.b.outer_stride + k * p.b.k_stride;
-  item.k_left = p.problem.k - k;
+  item.k_left = min64(length, p.problem.k - k);
   item.slot = s.slot;
   item.first_slot = s.first_slot;
   item.end_slot = s.end_slot;
-  item.iters = static_cast<int32_t>(s.k_end - s.k_begin);
+  item.stages = static_cast<int32_t>((length + Tile::kStageK - 1) / Tile::kStageK);
   return item;
 }
 
@@ -57,7 +60,7 @@ static __device__ __noinline__ void fetch(const GemmParams& p, WorkerState* stat
     if (!state->has_ticket) {
       const uint32_t ticket = comm::take_ticket(p.ticket);
       if (ticket >= p.schedule.workers) {
-        state->item.iters = 0;
+        state->item.stages = 0;
         return;
       }
       ::new (cursor) SegmentCursor(p.schedule, ticket);
@@ -72,14 +75,30 @@ static __device__ __noinline__ void fetch(const GemmParams& p, WorkerState* stat
   }
 }
 
+// The next tile, where whole tiles are dealt out to the CTAs in turn.
+template <class Tile>
+__device__ __forceinline__ void next_tile(const GemmParams& p, WorkerState* state) {
+  const int64_t position = state->next_tile;
+  state->item.stages = 0;
+  if (position >= p.order.size()) return;
+  state->next_tile += ctas_of_grid();
+  state->item = make_item<Tile>(p, Segment{position, 0, p.schedule.k_iters, 0, -1, -1, -1});
+}
+
 // The CTA's next segment into state->item; false when there is none. All threads call it. It is also the
 // barrier between segments: shared memory may be reused afterwards.
 template <class Tile>
 __device__ __forceinline__ bool next_segment(const GemmParams& p, WorkerState* state) {
   __syncthreads();
-  if (threadIdx.x == 0) fetch<Tile>(p, state);
+  if (threadIdx.x == 0) {
+    if (p.ticket == nullptr) {
+      next_tile<Tile>(p, state);
+    } else {
+      fetch<Tile>(p, state);
+    }
+  }
   __syncthreads();
-  return state->item.iters > 0;
+  return state->item.stages > 0;
 }
 
 }  // namespace tpk::sm80

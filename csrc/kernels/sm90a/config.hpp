@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <iterator>
 #include <string>
 
 #include "host/problem.hpp"
@@ -40,6 +41,7 @@ constexpr int kChunkOuter = kSwizzleBytes / kElementBytes;  // columns of a box 
 constexpr int kWarpgroup = 128;                             // threads
 constexpr int kStagingBytes = 2048;                         // of a consumer warp: 16 rows x 128 bytes
 constexpr int kSharedLimit = 232448;                        // 227 KiB
+constexpr int kScaledBK = kSwizzleBytes;                    // elements of K per iteration, of 8 bits
 
 // A CTA computes tiles of kBM x kBN. Cooperative: its consumer warpgroups share a tile, as many rows each.
 // Pingpong: two of them take tiles in turn, so that the epilogue of one runs under the main loop of the
@@ -59,8 +61,11 @@ struct TileConfig {
   static constexpr int kBlockAccumulators = BN / 2;              // fp32 registers of a thread for 64 x BN
   static constexpr int kAccumulators = kBlocks * kBlockAccumulators;
 
-  static constexpr int kBytesA = BM * kBK * kElementBytes;  // of one stage
-  static constexpr int kBytesB = BN * kBK * kElementBytes;
+  static constexpr int kBK = sm90a::kBK;
+  static constexpr bool kScaled = false;
+
+  static constexpr int kBytesA = BM * kSwizzleBytes;  // of one stage
+  static constexpr int kBytesB = BN * kSwizzleBytes;
   static constexpr int kStageBytes = kBytesA + kBytesB;
 
   // setmaxnreg: one warpgroup at kProducerRegisters and the others at kConsumerRegisters share 64 Ki
@@ -83,7 +88,29 @@ struct SwappedTileConfig : TileConfig<128, BN, Stages, false> {
   static constexpr bool kSwapped = true;
 };
 
-enum class TileId : int32_t { k128x256, k256x128, k256x192, k128x192, k128x128, k192x192, k64x128s };
+// Of 8-bit operands with scales: twice the elements in the same bytes. The consumers need registers for 64 x
+// 128 products beside their sums: scaled.cuh.
+template <int BM, int BN, int Stages>
+struct ScaledTileConfig : TileConfig<BM, BN, Stages, false> {
+  static constexpr int kBK = kScaledBK;
+  static constexpr bool kScaled = true;
+  static constexpr int kProducerRegisters = 40;
+  static constexpr int kConsumerRegisters = 232;
+  static_assert(BM == 128, "A warpgroup has 64 rows: of more, the sums leave no registers for products.");
+  static_assert(BN % 128 == 0, "A product has 128 columns, and one scale of B where blocks are square.");
+};
+
+enum class TileId : int32_t {
+  k128x256,
+  k256x128,
+  k256x192,
+  k128x192,
+  k128x128,
+  k192x192,
+  k64x128s,
+  kScaled128x256,
+  kScaled128x128
+};
 using Tile128x256 = TileConfig<128, 256, 4, false>;
 using Tile256x128 = TileConfig<256, 128, 4, false>;
 using Tile256x192 = TileConfig<256, 192, 3, false>;
@@ -91,17 +118,25 @@ using Tile128x192 = TileConfig<128, 192, 5, true>;
 using Tile128x128 = TileConfig<128, 128, 6, true>;
 using Tile192x192 = TileConfig<192, 192, 4, false, 3>;
 using Tile64x128s = SwappedTileConfig<64, 8>;
+using ScaledTile128x256 = ScaledTileConfig<128, 256, 4>;
+using ScaledTile128x128 = ScaledTileConfig<128, 128, 6>;
 
 // In the order of TileId: the tile of one CTA, as rows and columns of the product (not of the kernel, where
-// they are swapped).
-inline constexpr TileShape kTileShapes[] = {{128, 256, kBK}, {256, 128, kBK}, {256, 192, kBK},
-                                            {128, 192, kBK}, {128, 128, kBK}, {192, 192, kBK},
-                                            {64, 128, kBK}};
-inline constexpr bool kIsPingpong[] = {false, false, false, true, true, false, false};
-inline constexpr bool kIsSwapped[] = {false, false, false, false, false, false, true};
-constexpr int kNumTiles = 7;
+// they may be swapped).
+inline constexpr TileShape kTileShapes[] = {{128, 256, kBK}, {256, 128, kBK},       {256, 192, kBK},
+                                            {128, 192, kBK}, {128, 128, kBK},       {192, 192, kBK},
+                                            {64, 128, kBK},  {128, 256, kScaledBK}, {128, 128, kScaledBK}};
+inline constexpr bool kIsPingpong[] = {false, false, false, true, true, false, false, false, false};
+constexpr int kNumTiles = 7;  // of 2-byte operands, which come first
+constexpr int kNumScaledTiles = 2;
+constexpr int kNumAllTiles = kNumTiles + kNumScaledTiles;
+static_assert(std::size(kTileShapes) == kNumAllTiles && std::size(kIsPingpong) == kNumAllTiles &&
+                  static_cast<int>(TileId::kScaled128x128) == kNumAllTiles - 1,
+              "Tables follow TileId.");
 
-constexpr bool is_swapped(TileId id) { return kIsSwapped[static_cast<int>(id)]; }
+constexpr bool is_swapped(TileId id) { return id == TileId::k64x128s; }
+constexpr bool is_scaled(TileId id) { return static_cast<int>(id) >= kNumTiles; }
+constexpr int element_bytes(TileId id) { return is_scaled(id) ? 1 : kElementBytes; }
 
 // Clusters that a tile is compiled for.
 constexpr bool takes_cluster(TileId id, ClusterShape c) {
@@ -110,7 +145,8 @@ constexpr bool takes_cluster(TileId id, ClusterShape c) {
 
 // Parts of a partial tile: one for every warpgroup that works on it.
 inline int parts_per_cta(TileId id) {
-  constexpr int kParts[] = {2, 2, 2, 1, 1, 3, 2};
+  constexpr int kParts[] = {2, 2, 2, 1, 1, 3, 2, 2, 2};
+  static_assert(std::size(kParts) == kNumAllTiles);
   return kParts[static_cast<int>(id)];
 }
 

@@ -22,6 +22,7 @@
 
 #include "host/cost_model.hpp"
 #include "kernels/sm90a/config.hpp"
+#include "kernels/sm90a/scaled_cost.hpp"
 
 namespace tpk::sm90a {
 
@@ -78,6 +79,9 @@ inline constexpr HopperCost kCostHopper{5.1,
                                          {0, 0, 0.33, 0.33, 0.33, 0.33}},
                                         {2.15, 1.99, 5.62, 0.77, 0.43, 2.33, 0.5}};
 
+// What plans are made with; see CostInUse.
+inline constinit CostInUse<HopperCost> hopper_cost{kCostHopper};
+
 // Copies to the peers by the copy engine, as a gather makes them: all ranks at once, one peer after the
 // other, beside a product.
 struct LinkCost {
@@ -91,8 +95,9 @@ struct LinkCost {
 // 3 x 8 MiB, 345 for 12 x 8. More: eight H200, 7 x 25 MiB in 722 us.
 inline constexpr LinkCost kCostLink{5.0, {3.8e+05, 3.4e+05, 2.7e+05}};
 
-inline bool fits_l2(const Problem& p, const HopperCost& c) {
-  return (static_cast<double>(p.m) + p.n) * p.k * kElementBytes <= c.l2_bytes;
+// matrices: of B that rows of one batch are multiplied by (Demands).
+inline bool fits_l2(const Problem& p, const HopperCost& c, int element_bytes, int64_t matrices = 1) {
+  return (static_cast<double>(p.m) + static_cast<double>(matrices) * p.n) * p.k * element_bytes <= c.l2_bytes;
 }
 
 // What the workers of a streamed piece bring from device memory takes so much longer than an iteration: those
@@ -104,14 +109,14 @@ inline double starved_iter_us(const Piece& piece, TileId tile, ClusterShape clus
   const auto workers = static_cast<double>(piece.workers);
   const double depths =
       piece.granules > 0 ? std::min<double>(static_cast<double>(piece.granules), workers) : workers;
-  const double bytes = static_cast<double>(shape.bm + shape.bn) * kBK * kElementBytes * workers;
+  const double bytes = static_cast<double>(shape.bm + shape.bn) * kSwizzleBytes * workers;
   const double load_us = bytes / std::sqrt(workers / depths) / c.bytes_per_us;
   return std::max(0.0, load_us - iter_us);
 }
 
 inline double starved_us(const Problem& p, const Schedule& s, TileId tile, ClusterShape cluster,
-                         double iter_us, const HopperCost& c) {
-  if (fits_l2(p, c)) return 0;
+                         double iter_us, const HopperCost& c, int64_t matrices = 1) {
+  if (fits_l2(p, c, element_bytes(tile), matrices)) return 0;
   double total = 0;
   for (int64_t i = 0; i < s.num_pieces; ++i) {
     const Piece& piece = s.pieces[i];
@@ -128,7 +133,9 @@ struct Demands {
   bool gated = false;
   bool finishes = false;     // the epilogue does more than round, which pingpong tiles hide
   bool outer_major = false;  // both operands
-  bool keeps_rows = false;   // other ranks are served by rows of tiles, which may not be swapped then
+  int64_t matrices = 1;      // of B: the groups of a grouped product
+  Product product = Product::kHalf;
+  bool keeps_rows = false;  // other ranks are served by rows of tiles, which may not be swapped then
 };
 
 // See divided_shares(). Swapped tiles have one finisher: where CTAs along K do not serve, sums are short.
@@ -145,6 +152,12 @@ inline WorkCost work_cost(TileId tile, ClusterShape cluster, const Demands& dema
   const int t = static_cast<int>(tile);
   const int shape = cluster_index(cluster);
   const double elements = static_cast<double>(kTileShapes[t].bm) * kTileShapes[t].bn / 32768;
+  if (is_scaled(tile)) {
+    const int of = t - kNumTiles;
+    const int product = std::max(0, static_cast<int>(demands.product) - 1);
+    return {kCostScaled.iter_us[product][of][shape],
+            kCostScaled.epilogue_us[of] + (demands.finishes ? c.finish_us * elements : 0), elements};
+  }
   // A pingpong tile's partials are written and added by one warpgroup.
   const double part = kIsPingpong[t] ? 2 * elements : elements;
   const double epilogue =
@@ -173,7 +186,7 @@ inline double work_us(const Problem& p, const Schedule& s, TileId tile, ClusterS
     }
     work = std::max(work, us);
   }
-  work += starved_us(p, s, tile, cluster, iter, c);
+  work += starved_us(p, s, tile, cluster, iter, c, demands.matrices);
   return work * static_cast<double>(ceil_div(s.workers, std::max<int64_t>(1, running)));
 }
 
@@ -182,7 +195,7 @@ inline double total_us(const Problem& p, const Schedule& s, TileId tile, Cluster
                        int64_t running, double work, double reread_bytes, const HopperCost& c) {
   const int64_t shares = s.workers <= running ? shares_of(tile, s) : 0;
   const double bytes = static_cast<double>(p.batch) *
-                           ((static_cast<double>(p.m) + p.n) * p.k * kElementBytes + 2.0 * p.m * p.n) +
+                           ((static_cast<double>(p.m) + p.n) * p.k * element_bytes(tile) + 2.0 * p.m * p.n) +
                        reread_bytes;
   const double memory = bytes / (is_swapped(tile) ? c.few_bytes_per_us : c.bytes_per_us);
   const double split = shares > 0 ? c.divided_us : s.num_slots > 0 ? c.split_launch_us : 0;

@@ -109,7 +109,7 @@ class DeviceCache {
       if (found != residency_.end()) return found->second;
     }
     Residency r;
-    for (int t = 0; t < kNumTiles; ++t) {
+    for (int t = 0; t < kNumAllTiles; ++t) {
       const KernelInfo kernel = find_kernel(static_cast<TileId>(t), Element::kBf16, Major::kK, Major::kK);
       prepare(device, kernel);
       for (int c = 0; c < kNumClusterShapes; ++c) {
@@ -126,7 +126,8 @@ class DeviceCache {
   }
 
   LaunchPlan plan(const GemmCall& call, const Demands& demands, const Residency& r) {
-    const Problem p = whole_problem(call);
+    Problem p = whole_problem(call);
+    if (call.groups != nullptr) p.m = call.groups->num_rows();
     const Ranks ranks = ranks_of(call.hooks);
     Key key{p.batch,
             p.m,
@@ -139,16 +140,19 @@ class DeviceCache {
             demands.gated,
             demands.finishes,
             demands.outer_major,
+            static_cast<int>(demands.product),
             demands.keeps_rows,
-            ranks.key(),
+            ranks.key() + (call.groups != nullptr ? call.groups->key() : ""),
             std::string(call.schedule),
-            std::string(call.tile)};
+            std::string(call.tile),
+            &hopper_cost.get()};
     const std::lock_guard lock(mutex_);
     const auto found = plans_.find(key);
     if (found != plans_.end()) return found->second;
     if (plans_.size() >= kMaxPlans) plans_.clear();
     LaunchPlan made;
-    made.gemm = plan_gemm(p, call.schedule, call.workers, call.splits, call.tile, demands, r, ranks);
+    made.gemm =
+        plan_gemm(p, call.schedule, call.workers, call.splits, call.tile, demands, r, ranks, call.groups);
     const Plan& plan = made.gemm.plan;
     // A share may have rows that wait for other ranks; one finisher of a tile does so alone.
     made.shares = ranks.direction == Direction::kDeparture
@@ -177,7 +181,7 @@ class DeviceCache {
 
  private:
   using Key = std::tuple<int64_t, int64_t, int64_t, int64_t, int, int, int64_t, int64_t, bool, bool, bool,
-                         bool, std::string, std::string, std::string>;
+                         int, bool, std::string, std::string, std::string, const HopperCost*>;
   static constexpr size_t kMaxPlans = 1024;
   std::mutex mutex_;
   std::set<std::pair<int, const void*>> prepared_;

@@ -53,18 +53,29 @@ Operands read_operands(const GemmCall& c) {
   const Problem& p = c.problem;
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max() - 1024;  // coordinates are 32-bit
   if (p.k == 0) throw Refusal{"K is 0, which leaves nothing to load."};
-  if (p.m > kMost || p.n > kMost || whole_problem(c).k > kMost || p.batch > kMost) {
+  if (c.groups != nullptr && (c.hooks != nullptr || c.num_more > 0 || c.gate.data != nullptr))
+    throw Refusal{"a grouped product has no hooks, no further pairs of factors and no gate."};
+  if (p.m > kMost || p.n > kMost || whole_problem(c).k > kMost || p.batch > kMost ||
+      (c.groups != nullptr && c.groups->matrices > kMost)) {
     throw Refusal{"M, N, K and batch must stay below 2^31 - 1024."};
   }
   Operands o;
+  const int bytes = c.element == Element::kFp8 ? 1 : kElementBytes;
   const auto view_a = [&](const Matrix& m, int64_t k) {
-    return view_operand(m, p.batch, p.m, m.row_stride, k, m.col_stride);
+    return view_operand(m, p.batch, p.m, m.row_stride, k, m.col_stride, bytes);
   };
+  const int64_t matrices = c.groups != nullptr ? c.groups->matrices : p.batch;
   const auto view_b = [&](const Matrix& m, int64_t k) {
-    return view_operand(m, p.batch, p.n, m.col_stride, k, m.row_stride);
+    return view_operand(m, matrices, p.n, m.col_stride, k, m.row_stride, bytes);
   };
   o.a = take_operand("a", view_a(c.a, p.k));
   o.b = take_operand("b", view_b(c.b, p.k));
+  if (c.groups != nullptr && o.a.major == Major::kOuter) {
+    for (int32_t i = 0; i < c.groups->count; ++i) {  // TMA's boxes begin at multiples of 16 bytes
+      if (c.groups->rows[i].begin % 8 != 0)
+        throw Refusal{"every group must begin at a multiple of 8 rows where a has M contiguous."};
+    }
+  }
   for (int i = 0; i < c.num_more; ++i) {
     if (c.more[i].k == 0) throw Refusal{"K of a pair is 0, which leaves nothing to load."};
     o.more[i].a = take_operand("a of another pair", view_a(c.more[i].a, c.more[i].k));
@@ -88,7 +99,7 @@ Operands read_operands(const GemmCall& c) {
   if (c.hooks != nullptr && c.hooks->arrival.own.data != nullptr) {
     const ArrivalHook& h = c.hooks->arrival;
     const int64_t rows = h.ranks.row_end[h.ranks.rank] - h.ranks.begin(h.ranks.rank);
-    o.own = take_operand("own", view_operand(h.own, 1, rows, h.own.row_stride, p.k, h.own.col_stride));
+    o.own = take_operand("own", view_operand(h.own, 1, rows, h.own.row_stride, p.k, h.own.col_stride, bytes));
     if (o.own.major != Major::kK || o.a.major != Major::kK)
       throw Refusal{"a and the own rows must have K contiguous."};
   }
@@ -112,7 +123,9 @@ Addend addend_of(const Matrix& m, const Problem& p) {
 CUtensorMap operand_map(const OperandView& o, Element element, int64_t extent, bool halves) {
   const auto kind = element == Element::kBf16 ? ScalarKind::kBf16 : ScalarKind::kFp16;
   if (o.major == Major::kK) {
-    return encode_tensor_map(o.tensor, kind, kBK, static_cast<uint32_t>(halves ? extent / 2 : extent));
+    const auto rows = static_cast<uint32_t>(halves ? extent / 2 : extent);
+    if (element == Element::kFp8) return encode_byte_map(o.tensor, kScaledBK, rows);
+    return encode_tensor_map(o.tensor, kind, kBK, rows);
   }
   return encode_tensor_map(o.tensor, kind, kChunkOuter, kBK);
 }
@@ -154,8 +167,9 @@ void fill_maps(GemmParams& p, const GemmCall& c, const Operands& o, const GemmPl
     const int32_t end = ranks.row_end[ranks.rank];
     p.own_end = end == c.problem.m ? std::numeric_limits<int32_t>::max() : end;
   }
-  p.batch_step_a = (swapped ? o.b : o.a).batch_step;
-  p.batch_step_b = (swapped ? o.a : o.b).batch_step;
+  const int32_t step_a = c.groups != nullptr ? 0 : o.a.batch_step;
+  p.batch_step_a = swapped ? o.b.batch_step : step_a;
+  p.batch_step_b = swapped ? step_a : o.b.batch_step;
 }
 
 // Blocks of own rows that are added: see owner.cuh. box_rows: 64, or of all parts of a tile. batches of
@@ -197,6 +211,7 @@ void fill_epilogue(GemmParams& p, const GemmCall& c, TileId tile) {
   if (c.preact.data != nullptr) p.preact = output_of(c.preact, q);
   p.bias = c.bias.data;
   p.bias_kind = c.bias.kind;
+  p.bias_batch_stride = c.bias.batch_stride * bytes_of(c.bias.kind);
   p.bias_stride = c.problem.n > 1 ? c.bias.col_stride * bytes_of(c.bias.kind) : 0;
   p.activation = c.activation;
   p.alpha = c.alpha;
@@ -282,6 +297,13 @@ bool serves_ranks(const GemmHooks* hooks) {
                               hooks->departure.ranks.world > 0);
 }
 
+Product product_of(const GemmCall& c) {
+  return c.scaled == nullptr ? Product::kHalf
+         : c.scaled->blocks  ? Product::kBlocks
+         : c.scaled->fast    ? Product::kFast
+                             : Product::kPromoted;
+}
+
 // All that is decided before anything is launched. Loads the kernel, too.
 struct Prepared {
   Operands operands;
@@ -309,6 +331,8 @@ Prepared prepare(const GemmCall& call) {
                             call.activation != Activation::kNone ||
                             (call.accumulate && call.out.kind != ScalarKind::kFp32),
                         out.operands.a.major == Major::kOuter && out.operands.b.major == Major::kOuter,
+                        call.groups != nullptr ? call.groups->count : 1,
+                        product_of(call),
                         serves_ranks(call.hooks)};
   out.plan = cache.plan(call, demands, residency);
   const GemmPlan& plan = out.plan.gemm;
@@ -336,6 +360,7 @@ void launch(const GemmCall& call, cudaStream_t stream, const Allocator& allocato
   p.order = plan.plan.order;
   p.timeout_ns = call.timeout_ns;
   p.fault = DeviceCache::instance().fault();
+  if (call.scaled != nullptr) p.scaled = *call.scaled;
   fill_maps(p, call, prepared.operands, plan);
   fill_epilogue(p, call, plan.tile);
   fill_doorbell_targets(p, plan);

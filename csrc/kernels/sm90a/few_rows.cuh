@@ -38,13 +38,15 @@ template <class Tile>
 __device__ __forceinline__ void prefetch_column_bias(const GemmParams& p, const WorkItem& item, int part) {
   const LaneColumns columns = LaneColumns::of<Tile>(p, item, part);
   if (columns.count == 0) return;
-  const char* from = static_cast<const char*>(p.bias) + static_cast<int64_t>(columns.first) * p.bias_stride;
+  const char* from = static_cast<const char*>(p.bias) + item.batch * p.bias_batch_stride +
+                     static_cast<int64_t>(columns.first) * p.bias_stride;
   asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory");
 }
 
-__device__ __forceinline__ void load_column_bias(const GemmParams& p, const LaneColumns& columns,
-                                                 float (&bias)[kLaneColumns]) {
-  const char* from = static_cast<const char*>(p.bias) + static_cast<int64_t>(columns.first) * p.bias_stride;
+__device__ __forceinline__ void load_column_bias(const GemmParams& p, const WorkItem& item,
+                                                 const LaneColumns& columns, float (&bias)[kLaneColumns]) {
+  const char* from = static_cast<const char*>(p.bias) + item.batch * p.bias_batch_stride +
+                     static_cast<int64_t>(columns.first) * p.bias_stride;
 #pragma unroll
   for (int i = 0; i < kLaneColumns; ++i) {
     bias[i] =
@@ -280,7 +282,7 @@ __device__ __forceinline__ void finish_few_rows(const GemmParams& p, SharedStora
   const int tokens = min(Tile::kBN, static_cast<int>(p.problem.m) - item.n);
   const LaneColumns columns = LaneColumns::of<Tile>(p, item, part);
   float bias[kLaneColumns];
-  load_column_bias(p, columns, bias);
+  load_column_bias(p, item, columns, bias);
   Exchange<Tile> exchange(p, s, at, exchanged);
   const int lane = thread_number() % 32;
   const TurningBuffer buffer{lane, shared_address(s.staging[exchange.warp])};

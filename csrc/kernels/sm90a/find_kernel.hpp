@@ -22,12 +22,16 @@ KernelInfo find_kernel(TileId tile, Major a, Major b) {
     case TileId::k64x128s:
       return kernel_info<Tile64x128s, kElement>(b, a);
     case TileId::k128x128:
+    case TileId::kScaled128x256:
+    case TileId::kScaled128x128:
       break;
   }
   return kernel_info<Tile128x128, kElement>(a, b);
 }
 
 inline KernelInfo find_kernel(TileId tile, Element element, Major a, Major b) {
+  if (tile == TileId::kScaled128x256) return scaled_kernel_info<ScaledTile128x256>();
+  if (tile == TileId::kScaled128x128) return scaled_kernel_info<ScaledTile128x128>();
   return element == Element::kBf16 ? find_kernel<Element::kBf16>(tile, a, b)
                                    : find_kernel<Element::kFp16>(tile, a, b);
 }

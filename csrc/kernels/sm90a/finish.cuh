@@ -130,10 +130,11 @@ __device__ __forceinline__ void add_bias(const float* bias, float (&v)[kValues],
 // The bias of kColumns columns from `col` on to shared memory, by the 128 threads of a warpgroup, before the
 // main loop: its latency is hidden there.
 template <int kColumns>
-__device__ __forceinline__ void load_bias(const GemmParams& p, int col, float* to, int barrier) {
+__device__ __forceinline__ void load_bias(const GemmParams& p, int batch, int col, float* to, int barrier) {
+  const char* bias = static_cast<const char*>(p.bias) + batch * p.bias_batch_stride;
   named_sync(barrier, kWarpgroup);  // all have read what was there
   for (int i = thread_number() % kWarpgroup; i < kColumns; i += kWarpgroup) {
-    const char* from = static_cast<const char*>(p.bias) + static_cast<int64_t>(col + i) * p.bias_stride;
+    const char* from = bias + static_cast<int64_t>(col + i) * p.bias_stride;
     to[i] = col + i < p.problem.n ? load_scalar(p.bias_kind, from) : 0.0f;
   }
   named_sync(barrier, kWarpgroup);

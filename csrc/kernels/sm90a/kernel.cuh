@@ -33,6 +33,19 @@ __device__ __forceinline__ void finish_few_rows(const GemmParams& p, SharedStora
                                                 const ClusterPlace& at, const WorkItem& item, int part,
                                                 uint32_t& exchanged, Accumulators<Tile>& acc);
 
+// Of tiles of 8-bit operands; scaled.cuh defines them, for the sources that have such tiles.
+template <class Tile>
+__device__ void request_scales(const GemmParams& p, SharedStorage<Tile>& s, const WorkItem& item, int row,
+                               int consumer, int barrier);
+template <class Tile>
+__device__ void scaled_mainloop(const GemmParams& p, Accumulators<Tile>& acc, SharedStorage<Tile>& s,
+                                RingPosition<Tile::kStages>& stage, int iters, int consumer, int barrier);
+template <class Tile>
+__device__ void store_biased(const GemmParams& p, const WorkItem& item, int row, Accumulators<Tile>& acc,
+                             const float* bias, const StagingBuffer& staging);
+template <class Tile>
+__device__ void run_scale_loader(const GemmParams& p, SharedStorage<Tile>& s);
+
 template <class Tile, Element kElement, Major kMajorA, Major kMajorB>
 __device__ __forceinline__ void run_consumer(const GemmParams& p, SharedStorage<Tile>& s,
                                              const ClusterPlace& at, int consumer) {
@@ -64,8 +77,10 @@ __device__ __forceinline__ void run_consumer(const GemmParams& p, SharedStorage<
     if constexpr (Tile::kSwapped) {
       if (p.bias != nullptr) prefetch_column_bias<Tile>(p, item, consumer);
     } else {
-      if (p.bias != nullptr) load_bias<Tile::kBN>(p, item.n, s.bias[consumer], kOwnBarrier + consumer);
+      if (p.bias != nullptr)
+        load_bias<Tile::kBN>(p, item.batch, item.n, s.bias[consumer], kOwnBarrier + consumer);
     }
+    if constexpr (Tile::kScaled) request_scales<Tile>(p, s, item, row, consumer, kOwnBarrier + consumer);
     if (Tile::kPingpong) named_sync(kTurnBarrier + consumer, 2 * kWarpgroup);
     const int slots = item.partials();
     const int addends = item.addends;
@@ -73,9 +88,13 @@ __device__ __forceinline__ void run_consumer(const GemmParams& p, SharedStorage<
     const auto end_turn = [&] {
       if (Tile::kPingpong) named_arrive(kTurnBarrier + 1 - consumer, 2 * kWarpgroup);
     };
-    mainloop<Tile, kElement, kMajorA, kMajorB>(acc, s, stage, iters, row, [&] {
-      if (slots + addends == 0) end_turn();
-    });
+    if constexpr (Tile::kScaled) {
+      scaled_mainloop<Tile>(p, acc, s, stage, iters, consumer, kOwnBarrier + consumer);
+    } else {
+      mainloop<Tile, kElement, kMajorA, kMajorB>(acc, s, stage, iters, row, [&] {
+        if (slots + addends == 0) end_turn();
+      });
+    }
 
     const int part = Tile::kPingpong ? 0 : consumer;
     if (item.slot >= 0) {
@@ -104,6 +123,8 @@ __device__ __forceinline__ void run_consumer(const GemmParams& p, SharedStorage<
       const int first = item.m + row + 16 * staging.warp;
       if (p.plain) {
         store_plain<Tile>(p, addends > 0 ? p.own_rows.out : p.out, item, first, acc, staging);
+      } else if constexpr (Tile::kScaled) {
+        store_biased<Tile>(p, item, first, acc, s.bias[consumer], staging);
       } else {
         store_finished<Tile>(p, item, first, acc, s.bias[consumer], staging);
       }
@@ -133,7 +154,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
                         depth,
                         depth * plane};
   const bool bells = !Tile::kSwapped && p.hooks.doorbell.counters != nullptr;
-  if (threadIdx.x == 0) init_barriers(s, at, bells);
+  const bool block_scales = Tile::kScaled && p.scaled.blocks;
+  if (threadIdx.x == 0) init_barriers(s, at, bells, block_scales);
   if (warp == 1) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     s.release_to[lane] =
@@ -152,6 +174,9 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     if (threadIdx.x == 0) run_loader<Tile, kMajorA, kMajorB>(p, s, at);
     if (threadIdx.x == 32) run_scheduler<Tile>(p, s, at);
     if (threadIdx.x == 64 && bells) run_ringer<Tile>(p, s);
+    if constexpr (Tile::kScaled) {
+      if (warp == 3 && block_scales) run_scale_loader<Tile>(p, s);
+    }
     __syncwarp();
   } else {
     cutlass::arch::warpgroup_reg_alloc<Tile::kConsumerRegisters>();
@@ -165,6 +190,11 @@ KernelInfo describe() {
   static_assert(sizeof(SharedStorage<Tile>) <= kSharedLimit, "A CTA has 227 KiB of shared memory.");
   return {reinterpret_cast<const void*>(&streamk_gemm_kernel<Tile, kElement, kMajorA, kMajorB>),
           sizeof(SharedStorage<Tile>), Tile::kThreads};
+}
+
+template <class Tile>
+KernelInfo scaled_kernel_info() {
+  return describe<Tile, Element::kFp8, Major::kK, Major::kK>();
 }
 
 template <class Tile, Element kElement>

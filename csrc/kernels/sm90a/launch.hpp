@@ -18,4 +18,8 @@ struct KernelInfo {
 template <class Tile, Element kElement>
 KernelInfo kernel_info(Major a, Major b);
 
+// Of 8-bit operands, K contiguous in both.
+template <class Tile>
+KernelInfo scaled_kernel_info();
+
 }  // namespace tpk::sm90a

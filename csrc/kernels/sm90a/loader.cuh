@@ -94,7 +94,7 @@ __device__ __forceinline__ void run_loader(const GemmParams& p, SharedStorage<Ti
   for (int i = 0; at.rows > 1 && i < at.rows; ++i) share_b |= 1u << (at.base + i + at.rows * at.n);
   const bool arrives = !Tile::kSwapped && p.hooks.arrival.flags != nullptr;
   const auto departs = [&] { return !Tile::kSwapped && p.departs; };
-  const int step = Tile::kSwapped ? p.cluster_k * kBK : kBK;  // from one iteration to the next
+  const int step = Tile::kSwapped ? p.cluster_k * Tile::kBK : Tile::kBK;  // from one iteration to the next
   prefetch_map(&p.pairs[0].a);
   prefetch_map(p.gated ? &p.map_gate : &p.pairs[0].b);
   wait_for_earlier_kernels();
@@ -113,7 +113,7 @@ __device__ __forceinline__ void run_loader(const GemmParams& p, SharedStorage<Ti
     const int row_a = is_own ? item.m - p.own_begin : item.m;
     // Of own tiles the peers' rows are looked for while they are multiplied: a look takes as long as an
     // iteration.
-    constexpr int kLookSteps = 4 * kBK;
+    constexpr int kLookSteps = 4 * Tile::kBK;
     const int rows_end = departs() && item.addends > 0 ? own_end_of<Tile>(p, item) : 0;
     int next_wait = (arrives && !is_own) || here.end < rows_end ? k : INT_MAX;
     const int end = k + item.iters * step;

@@ -50,17 +50,19 @@ inline std::optional<TensorView> view(void* data, int64_t element_bytes, int64_t
 
 }  // namespace detail
 
-// outer: extent and stride of M for A, of N for B.
+// outer: extent and stride of M for A, of N for B. Of 8-bit elements wgmma takes K contiguous only.
 inline std::optional<OperandView> view_operand(const Matrix& m, int64_t batch, int64_t outer,
-                                               int64_t outer_stride, int64_t k, int64_t k_stride) {
+                                               int64_t outer_stride, int64_t k, int64_t k_stride,
+                                               int element_bytes = kElementBytes) {
   OperandView o;
   o.batch_step = batch > 1 && m.batch_stride == 0 ? 0 : 1;
   const int64_t batches = o.batch_step == 0 ? 1 : batch;
   for (const Major major : {Major::kK, Major::kOuter}) {
+    if (element_bytes == 1 && major == Major::kOuter) continue;
     const auto t =
         major == Major::kK
-            ? detail::view(m.data, kElementBytes, k, k_stride, outer, outer_stride, batches, m.batch_stride)
-            : detail::view(m.data, kElementBytes, outer, outer_stride, k, k_stride, batches, m.batch_stride);
+            ? detail::view(m.data, element_bytes, k, k_stride, outer, outer_stride, batches, m.batch_stride)
+            : detail::view(m.data, element_bytes, outer, outer_stride, k, k_stride, batches, m.batch_stride);
     if (!t) continue;
     o.tensor = *t;
     o.major = major;

@@ -8,6 +8,7 @@
 #include "host/schedule.hpp"
 #include "host/tile_order.hpp"
 #include "kernels/gemm_hooks.hpp"
+#include "kernels/scaled_call.hpp"
 #include "kernels/sm90a/config.hpp"
 #include "kernels/sm90a/fault.hpp"
 #include "kernels/sm90a/pairs.hpp"
@@ -82,7 +83,8 @@ struct GemmParams {
   OwnRows own_rows;
   Output preact;
   const void* bias = nullptr;
-  int64_t bias_stride = 0;   // bytes
+  int64_t bias_stride = 0;  // bytes
+  int64_t bias_batch_stride = 0;
   int32_t num_late = 0;      // added after the activation: the residual, and out where it cannot be added to
   bool late_staged = false;  // the first of them is loaded in lines
   Addend late[2];
@@ -102,6 +104,7 @@ struct GemmParams {
   Schedule schedule;
   Opening opening;
   GemmHooks hooks;
+  ScaledOperands scaled;  // of the kernels for 8-bit operands
 
   // Swapped tiles.
   int32_t cluster_k = 1;

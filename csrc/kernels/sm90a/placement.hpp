@@ -8,6 +8,7 @@
 
 #include "host/shards.hpp"
 #include "kernels/gemm_hooks.hpp"
+#include "kernels/grouped_rows.hpp"
 
 namespace tpk::sm90a {
 
@@ -17,6 +18,7 @@ struct RowBlocks {
   int32_t count = 0;
   int32_t first_tile[kMaxChunks + 1] = {};
   RowSpan rows[kMaxChunks] = {};
+  int32_t matrix[kMaxChunks] = {};  // of B, for a grouped product
 };
 
 enum class Direction : int32_t { kNone, kArrival, kDeparture };
@@ -69,14 +71,15 @@ struct Placement {
   int64_t own_tiles = 0;       // departure
 };
 
-inline Placement place_departure(const Problem& p, const TileShape& tile, const Ranks& ranks) {
+// Tiles that begin anew with every block of rows; block after block.
+inline Placement place_blocks(const Problem& p, const TileShape& tile, const RowSpan* spans, int32_t count) {
   Placement out;
   RowBlocks& blocks = out.blocks;
-  blocks.count = ranks.num_blocks;
+  blocks.count = count;
   int64_t highest = 1;
   for (int32_t b = 0; b < blocks.count; ++b) {
-    const int64_t rows = ceil_div(ranks.blocks[b].end - ranks.blocks[b].begin, tile.bm);
-    blocks.rows[b] = ranks.blocks[b];
+    const int64_t rows = ceil_div(spans[b].end - spans[b].begin, tile.bm);
+    blocks.rows[b] = spans[b];
     blocks.first_tile[b + 1] = blocks.first_tile[b] + static_cast<int32_t>(rows);
     highest = max64(highest, rows);
   }
@@ -84,6 +87,21 @@ inline Placement place_departure(const Problem& p, const TileShape& tile, const 
   whole.m = int64_t{blocks.first_tile[blocks.count]} * tile.bm;
   constexpr int64_t kMostGroup = 8;
   out.order = make_tile_order(whole, tile, min64(kMostGroup, highest));
+  for (int32_t b = 0; b < blocks.count; ++b)
+    out.order.band_end[out.order.num_bands++] = blocks.first_tile[b + 1];
+  return out;
+}
+
+// No shards: schedules cut the tiles of all groups as one list.
+inline Placement place_grouped(const Problem& p, const TileShape& tile, const GroupedRows& groups) {
+  Placement out = place_blocks(p, tile, groups.rows, groups.count);
+  std::copy(groups.matrix, groups.matrix + groups.count, out.blocks.matrix);
+  return out;
+}
+
+inline Placement place_departure(const Problem& p, const TileShape& tile, const Ranks& ranks) {
+  Placement out = place_blocks(p, tile, ranks.blocks, ranks.num_blocks);
+  const RowBlocks& blocks = out.blocks;
   const int64_t first_own = ranks.rows.begin(ranks.rows.rank);
   const int64_t end_own = ranks.rows.row_end[ranks.rows.rank];
   bool was_own = true;
@@ -92,7 +110,6 @@ inline Placement place_departure(const Problem& p, const TileShape& tile, const 
     if (is_own && !was_own) out.turns.push_back(blocks.first_tile[b] * out.order.tiles_n);
     was_own = is_own;
     if (is_own) out.own_tiles += (blocks.first_tile[b + 1] - blocks.first_tile[b]) * out.order.tiles_n;
-    out.order.band_end[out.order.num_bands++] = blocks.first_tile[b + 1];
     out.shard_tiles.push_back((blocks.first_tile[b + 1] - blocks.first_tile[b]) * out.order.tiles_n);
   }
   return out;

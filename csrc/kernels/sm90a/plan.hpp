@@ -30,13 +30,13 @@ struct GemmPlan {
 
 // Clusters that run at once, by tile and by index into kClusterShapes.
 struct Residency {
-  int64_t clusters[kNumTiles][kNumClusterShapes] = {};
+  int64_t clusters[kNumAllTiles][kNumClusterShapes] = {};
 };
 
 // One CTA a multiprocessor: what a whole H100 or H200 holds.
 inline Residency full_residency(int64_t multiprocessors) {
   Residency r;
-  for (int t = 0; t < kNumTiles; ++t) {
+  for (int t = 0; t < kNumAllTiles; ++t) {
     for (int i = 0; i < kNumClusterShapes; ++i) {
       if (takes_cluster(static_cast<TileId>(t), kClusterShapes[i]))
         r.clusters[t][i] = multiprocessors / kClusterShapes[i].size();
@@ -59,7 +59,7 @@ constexpr int64_t kMostFewRows = 64;
 inline bool has_room_for_sums(TileId id) { return kTileShapes[static_cast<int>(id)].bn != 192; }
 
 inline bool is_tile_name(std::string_view text) {
-  for (int t = 0; t < kNumTiles; ++t) {
+  for (int t = 0; t < kNumAllTiles; ++t) {
     for (const ClusterShape c : kClusterShapes) {
       if (!takes_cluster(static_cast<TileId>(t), c)) continue;
       const std::string full = name(static_cast<TileId>(t), c);
@@ -79,7 +79,7 @@ inline bool is_aligned(ScheduleKind kind) {
 class TilePlans {
  public:
   TilePlans(const Problem& p, TileId tile, int cluster_index, int64_t workers, const Demands& demands,
-            const Residency& residency, const Ranks& ranks)
+            const Residency& residency, const Ranks& ranks, const GroupedRows* groups)
       : p_(p),
         tile_(tile),
         cluster_(kClusterShapes[cluster_index]),
@@ -90,7 +90,7 @@ class TilePlans {
         workers_(workers > 0 ? workers : resident_) {
     shape_ = cluster_tile(tile, cluster_);
     if (demands.gated) shape_.bn /= 2;
-    placement_ = place_tiles(p, shape_, ranks);
+    placement_ = groups != nullptr ? place_grouped(p, shape_, *groups) : place_tiles(p, shape_, ranks);
     if (ranks.num_chunks > 0) expect(ranks);
   }
 
@@ -121,12 +121,13 @@ class TilePlans {
     g.plan.splits = last.granules > 0                                  ? last.granules
                     : kind == ScheduleKind::kSplitK && s.num_slots > 0 ? s.workers / g.plan.order.size()
                                                                        : 1;
-    const double work = work_us(p_, s, tile_, cluster_, running(s), demands_, kCostHopper);
-    g.plan.predicted_us = total_us(p_, s, tile_, cluster_, running(s), work, reread_bytes(kind), kCostHopper);
+    const double work = work_us(p_, s, tile_, cluster_, running(s), demands_, hopper_cost.get());
+    g.plan.predicted_us =
+        total_us(p_, s, tile_, cluster_, running(s), work, reread_bytes(kind), hopper_cost.get());
     if (direction_ == Direction::kDeparture) {
       g.plan.predicted_us +=
           departure_us(s, placement_.own_tiles, addends_, running(s),
-                       work_cost(tile_, cluster_, demands_, kCostHopper).part, kCostHopper);
+                       work_cost(tile_, cluster_, demands_, hopper_cost.get()).part, hopper_cost.get());
       for (const int64_t position : placement.turns) {
         Schedule& of = g.plan.schedule;
         g.waits_safely = g.waits_safely && of.num_pieces < kMaxPieces && tiles_apart(of, position);
@@ -139,40 +140,44 @@ class TilePlans {
   // What it takes with the rows as they arrive: hardly less.
   double predict_arrival(const GemmPlan& g) const {
     const Schedule& s = g.plan.schedule;
-    const double work = simulate_us(s, step_cost(p_, s, tile_, cluster_, running(s), demands_, kCostHopper),
-                                    grouped(g.plan.kind) ? grouped_arrivals_ : arrivals_, running(s));
-    return total_us(p_, s, tile_, cluster_, running(s), work, reread_bytes(g.plan.kind), kCostHopper);
+    const double work =
+        simulate_us(s, step_cost(p_, s, tile_, cluster_, running(s), demands_, hopper_cost.get()),
+                    grouped(g.plan.kind) ? grouped_arrivals_ : arrivals_, running(s));
+    return total_us(p_, s, tile_, cluster_, running(s), work, reread_bytes(g.plan.kind), hopper_cost.get());
   }
 
  private:
   bool grouped(ScheduleKind kind) const { return waits() && kind == ScheduleKind::kEveryShard; }
   int64_t running(const Schedule& s) const { return min64(resident_, s.workers); }
 
-  // Groups are taken one after the other, and each reads all of B.
+  // Groups are taken one after the other, and each reads all of B; those of a grouped product, a matrix each.
   double reread_bytes(ScheduleKind kind) const {
-    if (!waits() || fits_l2(p_, kCostHopper)) return 0;
+    if (demands_.matrices > 1) return static_cast<double>(demands_.matrices - 1) * bytes_of_b();
+    if (!waits() || fits_l2(p_, hopper_cost.get(), element_bytes(tile_))) return 0;
     const int64_t groups = kind == ScheduleKind::kEveryShard ? grouped_.order.num_bands
                            : kind == ScheduleKind::kOwnFirst ? 2
                                                              : 1;
     return static_cast<double>(max64(0, groups - 1)) * bytes_of_b();
   }
-  double bytes_of_b() const { return static_cast<double>(p_.batch) * p_.n * p_.k * kElementBytes; }
+  double bytes_of_b() const { return static_cast<double>(p_.batch) * p_.n * p_.k * element_bytes(tile_); }
 
   void expect(const Ranks& ranks) {
     const TileOrder& order = placement_.order;
     const auto row_at = row_arrivals(ranks, chunk_arrivals(ranks, p_.k, kCostLink), order.tiles_m, shape_.bm);
     arrivals_ = tile_arrivals(order, row_at);
     if (!waits()) return;
-    const auto [iter, epilogue, part] = work_cost(tile_, cluster_, demands_, kCostHopper);
-    const double least = fits_l2(p_, kCostHopper) ? 0 : bytes_of_b() / kCostHopper.bytes_per_us;
+    const auto [iter, epilogue, part] = work_cost(tile_, cluster_, demands_, hopper_cost.get());
+    const double least = fits_l2(p_, hopper_cost.get(), element_bytes(tile_))
+                             ? 0
+                             : bytes_of_b() / hopper_cost.get().bytes_per_us;
     const GroupCost cost{workers_,
                          iters_per_tile(p_, shape_),
                          ScheduleOptions{}.min_iters,
                          order.batch * order.tiles_n,
                          iter,
                          epilogue,
-                         kCostHopper.publish_us * part,
-                         kCostHopper.add_us * part,
+                         hopper_cost.get().publish_us * part,
+                         hopper_cost.get().add_us * part,
                          least};
     grouped_ = place_groups(placement_, choose_groups(arrival_bands(order, row_at), cost));
     grouped_arrivals_ = tile_arrivals(grouped_.order, row_at);
@@ -198,13 +203,17 @@ class TilePlans {
 // Throws std::invalid_argument with a sentence where an argument makes no sense.
 inline std::vector<GemmPlan> candidates(const Problem& p, std::string_view schedule, int64_t workers,
                                         int64_t splits, std::string_view tile, const Demands& demands,
-                                        const Residency& residency, const Ranks& ranks = {}) {
+                                        const Residency& residency, const Ranks& ranks = {},
+                                        const GroupedRows* groups = nullptr) {
   std::vector<GemmPlan> found;
+  found.reserve(kNumTiles * kNumClusterShapes);
   bool named = false;
   bool unsafe = false;
   bool swapped = false;  // a tile that was named
-  for (int t = 0; t < kNumTiles; ++t) {
+  const bool takes_swapped = !demands.keeps_rows && ranks.direction == Direction::kNone && groups == nullptr;
+  for (int t = 0; t < kNumAllTiles; ++t) {
     const auto id = static_cast<TileId>(t);
+    if (is_scaled(id) != (demands.product != Product::kHalf)) continue;
     for (int c = 0; c < kNumClusterShapes; ++c) {
       if (!takes_cluster(id, kClusterShapes[c])) continue;
       const std::string full = name(id, kClusterShapes[c]);
@@ -212,14 +221,14 @@ inline std::vector<GemmPlan> candidates(const Problem& p, std::string_view sched
       named = true;
       if (is_swapped(id)) {
         swapped = !tile.empty();
-        if (demands.keeps_rows || ranks.direction != Direction::kNone) continue;
+        if (!takes_swapped) continue;
         if (tile.empty() && p.m > kMostFewRows) continue;
       }
       if (demands.gated && !takes_gate(id, kClusterShapes[c])) continue;
       if (tile.empty() && ranks.direction == Direction::kDeparture && !has_room_for_sums(id)) continue;
       if (residency.clusters[t][c] < 1) continue;
       std::optional<GemmPlan> best;
-      const TilePlans plans(p, id, c, workers, demands, residency, ranks);
+      const TilePlans plans(p, id, c, workers, demands, residency, ranks, groups);
       const auto consider = [&](ScheduleKind kind, int64_t n) {
         GemmPlan plan = plans.make(kind, n);
         if (!plan.waits_safely) return;
@@ -260,9 +269,9 @@ inline std::vector<GemmPlan> candidates(const Problem& p, std::string_view sched
         "' could make ranks wait for each other: its own tiles are not apart from those of others; "
         "use data_parallel or auto.");
   }
-  if (swapped && (demands.keeps_rows || ranks.direction != Direction::kNone)) {
-    throw std::invalid_argument("tile '" + std::string(tile) +
-                                "' is swapped, and takes no rows of other ranks; use another or none.");
+  if (swapped && !takes_swapped) {
+    throw std::invalid_argument("tile '" + std::string(tile) + "' is swapped, and takes no rows of " +
+                                (groups != nullptr ? "groups" : "other ranks") + "; use another or none.");
   }
   if (named && demands.gated) {
     throw std::invalid_argument("tile '" + std::string(tile) +
@@ -273,7 +282,8 @@ inline std::vector<GemmPlan> candidates(const Problem& p, std::string_view sched
   if (named)
     throw std::invalid_argument("no cluster of tile '" + std::string(tile) + "' fits on the device.");
   std::string names;
-  for (int t = 0; t < kNumTiles; ++t) {
+  for (int t = 0; t < kNumAllTiles; ++t) {
+    if (is_scaled(static_cast<TileId>(t)) != (demands.product != Product::kHalf)) continue;
     names += name(static_cast<TileId>(t)) + ", ";
   }
   throw std::invalid_argument(
@@ -284,8 +294,8 @@ inline std::vector<GemmPlan> candidates(const Problem& p, std::string_view sched
 
 inline GemmPlan plan_gemm(const Problem& p, std::string_view schedule, int64_t workers, int64_t splits,
                           std::string_view tile, const Demands& demands, const Residency& residency,
-                          const Ranks& ranks = {}) {
-  return candidates(p, schedule, workers, splits, tile, demands, residency, ranks).front();
+                          const Ranks& ranks = {}, const GroupedRows* groups = nullptr) {
+  return candidates(p, schedule, workers, splits, tile, demands, residency, ranks, groups).front();
 }
 
 }  // namespace tpk::sm90a

@@ -16,23 +16,31 @@ __device__ __forceinline__ WorkItem make_item(const GemmParams& p, const Work& w
   int row = 0;
   int tile_m = w.tile_m;
   item.m_end = static_cast<int32_t>(p.problem.m);
+  item.batch = w.batch;
   if (!Tile::kSwapped && p.blocks.count > 0) {
     int block = 0;
-    while (block + 1 < p.blocks.count && tile_m >= p.blocks.first_tile[block + 1]) ++block;
+    for (int high = p.blocks.count - 1; block < high;) {
+      const int middle = (block + high) / 2;
+      if (tile_m < p.blocks.first_tile[middle + 1]) {
+        high = middle;
+      } else {
+        block = middle + 1;
+      }
+    }
     tile_m -= p.blocks.first_tile[block];
     row = p.blocks.rows[block].begin;
     item.m_end = p.blocks.rows[block].end;
+    item.batch = p.blocks.matrix[block];
   }
   if constexpr (Tile::kSwapped) {
     item.m = (w.tile_n * p.cluster_m + at.m) * (p.gated ? Tile::kBM / 2 : Tile::kBM);
     item.n = (w.tile_m * p.cluster_n + at.n) * Tile::kBN;
-    item.k = (w.k_begin * p.cluster_k + at.k) * kBK;
+    item.k = (w.k_begin * p.cluster_k + at.k) * Tile::kBK;
   } else {
     item.m = row + (tile_m * p.cluster_m + at.m) * Tile::kBM;
     item.n = (w.tile_n * p.cluster_n + at.n) * (p.gated ? Tile::kBN / 2 : Tile::kBN);
-    item.k = w.k_begin * kBK;
+    item.k = w.k_begin * Tile::kBK;
   }
-  item.batch = w.batch;
   item.iters = w.iters;
   item.slot = w.slot;
   item.first_slot = w.first_slot;

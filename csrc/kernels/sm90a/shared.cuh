@@ -43,6 +43,20 @@ struct ExchangeStorage<true> {
   uint64_t free[kExchangeBuffers][kConsumerWarps];  // where it does not: the buffer there may be written
 };
 
+// Scales of 8-bit operands: see scaled.cuh.
+template <class Tile, bool kScaled = Tile::kScaled>
+struct ScaleStorage {};
+template <class Tile>
+struct ScaleStorage<Tile, true> {
+  struct Stage {
+    float a[Tile::kBM];
+    float b[Tile::kBN];  // of every column, or of every 128
+  };
+  Stage stages[Tile::kStages];                // of blocks
+  float rows[Tile::kConsumers][Tile::kRows];  // else, of the tile that each warpgroup works on
+  float columns[Tile::kConsumers][Tile::kBN];
+};
+
 template <class Tile>
 struct alignas(1024) SharedStorage {
   struct Stage {
@@ -66,6 +80,7 @@ struct alignas(1024) SharedStorage {
   uint32_t ticket;
   uint32_t fixup_waits[Tile::kConsumers];   // divided.cuh: the warpgroup finishes its share itself
   uint64_t fixup_before[Tile::kConsumers];  // who had written a partial of its tile before it
+  ScaleStorage<Tile> scales;
 
   __device__ LoadBarrier& full_barrier(int i) { return *reinterpret_cast<LoadBarrier*>(&full[i]); }
   __device__ Barrier& empty_barrier(int i) { return *reinterpret_cast<Barrier*>(&empty[i]); }
@@ -146,18 +161,20 @@ __device__ __forceinline__ int addend_stages(int addends, bool wide) {
   return (addend_blocks<Tile>(wide) * addends + kChunksPerStage<Tile> - 1) / kChunksPerStage<Tile>;
 }
 
-// bells: a warp of the loading warpgroup reads items, too.
+// bells: a warp of the loading warpgroup reads items, too. block_scales: another one does, and all of its
+// threads load into stages.
 template <class Tile>
-__device__ __forceinline__ void init_barriers(SharedStorage<Tile>& s, const ClusterPlace& at, bool bells) {
+__device__ __forceinline__ void init_barriers(SharedStorage<Tile>& s, const ClusterPlace& at, bool bells,
+                                              bool block_scales) {
   // Consumer warps that read one stage: of both warpgroups, or in turn of one.
   constexpr uint32_t kReaders = Tile::kPingpong ? 4 : 4 * Tile::kConsumers;
   for (int i = 0; i < Tile::kStages; ++i) {
-    s.full_barrier(i).init(1);
+    s.full_barrier(i).init(block_scales ? 33 : 1);
     s.empty_barrier(i).init(kReaders * at.sharers());
   }
   for (int i = 0; i < kItems; ++i) {
     s.item_full_barrier(i).init(1);
-    s.item_empty_barrier(i).init(1 + 4 * Tile::kConsumers + (bells ? 1 : 0));
+    s.item_empty_barrier(i).init(1 + 4 * Tile::kConsumers + (bells ? 1 : 0) + (block_scales ? 1 : 0));
     s.stored_barrier(i).init(kReaders);
   }
   if constexpr (Tile::kSwapped) {

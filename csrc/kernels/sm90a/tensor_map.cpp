@@ -36,9 +36,8 @@ CUtensorMapDataType data_type(ScalarKind kind) {
   return CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
 }
 
-}  // namespace
-
-CUtensorMap encode_tensor_map(const TensorView& t, ScalarKind kind, uint32_t box_inner, uint32_t box_outer) {
+CUtensorMap encode_map(const TensorView& t, CUtensorMapDataType type, uint32_t box_inner,
+                       uint32_t box_outer) {
   static const Encode encode = find_encode();
   CUtensorMap map{};
   const cuuint64_t extents[] = {static_cast<cuuint64_t>(t.inner), static_cast<cuuint64_t>(t.outer),
@@ -54,7 +53,7 @@ CUtensorMap encode_tensor_map(const TensorView& t, ScalarKind kind, uint32_t box
                      (t.outer <= 1 || in_lines(t.outer_stride)) && (t.batch <= 1 || in_lines(t.batch_stride));
   const auto promotion = whole ? CU_TENSOR_MAP_L2_PROMOTION_L2_256B : CU_TENSOR_MAP_L2_PROMOTION_NONE;
   const CUresult result =
-      encode(&map, data_type(kind), 3, t.data, extents, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+      encode(&map, type, 3, t.data, extents, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
              CU_TENSOR_MAP_SWIZZLE_128B, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
     throw std::runtime_error("cuTensorMapEncodeTiled failed with CUresult " + std::to_string(result) +
@@ -64,6 +63,16 @@ CUtensorMap encode_tensor_map(const TensorView& t, ScalarKind kind, uint32_t box
                              " bytes: this is a bug of tpkernels.");
   }
   return map;
+}
+
+}  // namespace
+
+CUtensorMap encode_tensor_map(const TensorView& t, ScalarKind kind, uint32_t box_inner, uint32_t box_outer) {
+  return encode_map(t, data_type(kind), box_inner, box_outer);
+}
+
+CUtensorMap encode_byte_map(const TensorView& t, uint32_t box_inner, uint32_t box_outer) {
+  return encode_map(t, CU_TENSOR_MAP_DATA_TYPE_UINT8, box_inner, box_outer);
 }
 
 }  // namespace tpk::sm90a

@@ -6,10 +6,12 @@ They are torch's own classes with another forward pass: parameters become the sa
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Partial, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.distributed.tensor.parallel import SequenceParallel as TorchSequenceParallel
 from torch.distributed.tensor.placement_types import Placement
@@ -20,6 +22,8 @@ from tpkernels.integrations.torch._linear import ColwiseLinear, Layouts, Rowwise
 from tpkernels.ops._groups import group_name_of
 
 _TAKEN = (nn.Linear, nn.Embedding)
+# Optimizers of such a torch take partial gradients for whole ones.
+_STEPS_ON_PARTS = torch.__version__ < "2.14"
 
 
 class Colwise(ColwiseParallel):
@@ -100,22 +104,60 @@ class SequenceParallel(TorchSequenceParallel):
     Args:
         sequence_dim: the dimension that is cut; default 1, for [batch, sequence, features].
         use_local_output: give this rank's tensor instead of a DTensor (default).
+        whole_gradients: sum the gradients of the parameters over the ranks in ``backward()``, one small all-reduce for
+            each. Without, each rank has the part of its own rows, a DTensor with ``Partial()``, whose sum is left to
+            the optimizer: torch 2.14's makes it, those before step on the part as if it were whole. None (default):
+            where the optimizer does not.
     Raises:
         ArgumentError: no such dimension. When applied: GroupError for a mesh of several dimensions.
     """
 
-    def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        sequence_dim: int = 1,
+        use_local_output: bool = False,
+        whole_gradients: bool | None = None,
+    ) -> None:
         check_sequence_dim(sequence_dim)
         super().__init__(sequence_dim=sequence_dim, use_local_output=use_local_output)
+        self.whole_gradients = _STEPS_ON_PARTS if whole_gradients is None else whole_gradients
 
     def _replicate_module_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
         for key, parameter in list(module.named_parameters(recurse=False)):
             whole = distribute_tensor(parameter, device_mesh, [Replicate()], src_data_rank=self.src_data_rank)
             module.register_parameter(key, nn.Parameter(whole, requires_grad=parameter.requires_grad))
+        if self.whole_gradients:
+            _sum_gradients(module)
+            module.register_forward_pre_hook(_sum_gradients)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         check_mesh("SequenceParallel", device_mesh)
         return super()._apply(module, device_mesh)
+
+
+def _sum_gradients(module: nn.Module, _: Any = None) -> None:
+    """Gradients of the module's own parameters become whole where they are made.
+
+    Before every forward pass: a copy's parameters have no hooks, and those that come from the meta device keep the
+    list of theirs, but are other tensors underneath, which know of none.
+    """
+    if torch.compiler.is_compiling():
+        return
+    for parameter in module.parameters(recurse=False):
+        hooks: Any = parameter._backward_hooks or {}
+        known = _whole in hooks.values() and vars(parameter).get("tpk_whole", False)
+        if parameter.requires_grad and not known:
+            parameter._backward_hooks = None
+            for hook in (*(h for h in hooks.values() if h is not _whole), _whole):
+                parameter.register_hook(hook)
+            vars(parameter)["tpk_whole"] = True
+
+
+def _whole(grad: Tensor) -> Tensor:
+    if not isinstance(grad, DTensor) or not any(p.is_partial() for p in grad.placements):
+        return grad
+    return grad.redistribute(placements=[Replicate() if p.is_partial() else p for p in grad.placements])
 
 
 def _check_and_tell(style: Colwise | Rowwise, module: nn.Module, mesh: DeviceMesh) -> bool:

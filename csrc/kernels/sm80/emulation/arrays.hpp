@@ -30,11 +30,16 @@ inline T pick(std::initializer_list<T> values) {
   return values.begin()[random_numbers() % values.size()];
 }
 
-inline float normal() { return std::normal_distribution<float>()(random_numbers); }
+inline double normal() { return std::normal_distribution<double>()(random_numbers); }
 
-inline float get(ScalarKind kind, const unsigned char* p) {
+inline double get(ScalarKind kind, const unsigned char* p) {
+  double d;
   float f;
   uint16_t bits;
+  if (kind == ScalarKind::kFp64) {
+    std::memcpy(&d, p, 8);
+    return d;
+  }
   if (kind == ScalarKind::kFp32) {
     std::memcpy(&f, p, 4);
     return f;
@@ -43,7 +48,12 @@ inline float get(ScalarKind kind, const unsigned char* p) {
   return kind == ScalarKind::kBf16 ? unpack_bf16(bits) : unpack_fp16(bits);
 }
 
-inline void put(ScalarKind kind, unsigned char* p, float f) {
+inline void put(ScalarKind kind, unsigned char* p, double d) {
+  if (kind == ScalarKind::kFp64) {
+    std::memcpy(p, &d, 8);
+    return;
+  }
+  const auto f = static_cast<float>(d);
   if (kind == ScalarKind::kFp32) {
     std::memcpy(p, &f, 4);
     return;
@@ -73,12 +83,19 @@ class Array {
         buffer.data() + (16 - reinterpret_cast<uintptr_t>(buffer.data()) % 16) % 16 + (aligned ? 0 : bytes);
     if (broadcast) batch_stride = 0;
   }
+  // Of one batch, with value(row, col).
+  template <class Value>
+  Array(int64_t batch, int64_t rows, int64_t cols, ScalarKind kind, Memory memory, bool broadcast,
+        Value value)
+      : Array(batch, rows, cols, kind, memory, broadcast) {
+    each([&](int64_t b, int64_t r, int64_t c) { put(kind, at(b, r, c), value(r, c)); });
+  }
   Array(const Array&) = delete;
 
   unsigned char* at(int64_t b, int64_t r, int64_t c) const {
     return first + bytes * (b * batch_stride + r * row_stride + c * col_stride);
   }
-  float operator()(int64_t b, int64_t r, int64_t c) const { return get(kind, at(b, r, c)); }
+  double operator()(int64_t b, int64_t r, int64_t c) const { return get(kind, at(b, r, c)); }
 
   template <class Do>
   void each(Do body) const {
@@ -128,8 +145,25 @@ inline double reference(Activation kind, double x) {
 }
 
 inline double rounding(ScalarKind kind) {
-  return kind == ScalarKind::kBf16 ? 0x1p-8 : kind == ScalarKind::kFp16 ? 0x1p-11 : 0x1p-24;
+  return kind == ScalarKind::kBf16   ? 0x1p-8
+         : kind == ScalarKind::kFp16 ? 0x1p-11
+         : kind == ScalarKind::kFp32 ? 0x1p-24
+                                     : 0x1p-53;
 }
+
+// Of an operand in memory.
+inline ScalarKind kind_of(Element e) {
+  return e == Element::kBf16   ? ScalarKind::kBf16
+         : e == Element::kFp16 ? ScalarKind::kFp16
+         : e == Element::kFp64 ? ScalarKind::kFp64
+                               : ScalarKind::kFp32;
+}
+// Error of a sum, as a part of the sizes of all that is added.
+inline double sum_error(Element e) { return e == Element::kFp64 ? 1e-14 : e == Element::kTf32 ? 1e-3 : 1e-5; }
+constexpr std::initializer_list<Element> kElements = {Element::kBf16, Element::kFp16, Element::kFp32,
+                                                      Element::kTf32, Element::kFp64};
+constexpr std::initializer_list<ScalarKind> kKinds = {ScalarKind::kBf16, ScalarKind::kFp16, ScalarKind::kFp32,
+                                                      ScalarKind::kFp64};
 
 // What the epilogue makes of element (i, r, c): kernels/gemm_call.hpp in double.
 struct Expected {

@@ -6,6 +6,7 @@
 
 #include <ucontext.h>
 
+#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -30,14 +31,27 @@ struct float2 {
 struct float4 {
   float x, y, z, w;
 };
+struct double2 {
+  double x, y;
+};
 struct uint2 {
   uint32_t x, y;
 };
 inline float2 make_float2(float x, float y) { return {x, y}; }
+struct uint4 {
+  uint32_t x, y, z, w;
+};
+inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
+inline double2 make_double2(double x, double y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
 inline void __stcg(float4* p, float4 v) { *p = v; }
+inline void __stcg(double2* p, double2 v) { *p = v; }
 inline float4 __ldcg(const float4* p) { return *p; }
+inline double2 __ldcg(const double2* p) { return *p; }
+using std::erf;
+using std::exp;
+using std::tanh;
 
 namespace tpk::emulation {
 
@@ -65,6 +79,7 @@ struct Fiber {
 };
 
 constexpr int kWarps = 8;
+inline bool checks_banks = false;  // whether accesses to shared memory may have no bank conflict
 
 struct Cta {
   std::vector<Fiber> fibers;
@@ -72,11 +87,12 @@ struct Cta {
   ucontext_t scheduler;
   std::function<void()> kernel;
   int block = 0;
-  alignas(1024) unsigned char shared[96 * 1024];
+  int grid = 1;
+  alignas(1024) unsigned char shared[160 * 1024];
   // What the lanes of a warp tell each other in a collective instruction.
   uint32_t address[kWarps][32];
-  float a[kWarps][16][16];
-  float b[kWarps][16][8];
+  double a[kWarps][16][16];
+  double b[kWarps][16][8];
 };
 
 inline thread_local Cta* cta = nullptr;
@@ -99,7 +115,31 @@ inline void barrier(int64_t Fiber::* counter, int first, int count) {
   }
 }
 inline void sync_warp() { barrier(&Fiber::warp_barriers, warp() * 32, 32); }
+
+// All lanes of a warp access `size` bytes each at these shared addresses, in turns of 128 bytes: in one turn
+// different addresses must lie in different banks.
+inline void check_banks(const uint32_t* address, uint32_t size) {
+  const uint32_t lanes = 128 / size;
+  for (uint32_t turn = 0; turn < 32; turn += lanes) {
+    for (uint32_t i = turn; i < turn + lanes; ++i) {
+      for (uint32_t j = turn; j < i; ++j) {
+        if (address[i] != address[j] && address[i] / size % lanes == address[j] / size % lanes)
+          fail("a bank conflict");
+      }
+    }
+  }
+}
 inline void sync_cta() { barrier(&Fiber::cta_barriers, 0, static_cast<int>(cta->fibers.size())); }
+
+// One lane's part of that, as all lanes come here.
+inline void check_banks_of_lane(uint32_t address, uint32_t size) {
+  if (!checks_banks) return;
+  auto& all = cta->address[warp()];
+  all[lane()] = address;
+  sync_warp();
+  check_banks(all, size);
+  sync_warp();
+}
 
 struct Index {
   int x;
@@ -122,6 +162,7 @@ inline void launch(int grid, int threads, const std::function<void()>& kernel) {
       cta = owner.get();
       cta->kernel = kernel;
       cta->block = block;
+      cta->grid = grid;
       std::memset(cta->shared, 0xff, sizeof cta->shared);
       cta->fibers = std::vector<Fiber>(static_cast<size_t>(threads));
       for (int i = 0; i < threads; ++i) {

@@ -13,7 +13,8 @@ enum cudaError_t { cudaSuccess = 0, cudaErrorUnknown = 999 };
 enum cudaDeviceAttr {
   cudaDevAttrMultiProcessorCount,
   cudaDevAttrComputeCapabilityMajor,
-  cudaDevAttrComputeCapabilityMinor
+  cudaDevAttrComputeCapabilityMinor,
+  cudaDevAttrMaxSharedMemoryPerBlockOptin
 };
 enum cudaFuncAttribute {
   cudaFuncAttributeMaxDynamicSharedMemorySize,
@@ -24,14 +25,30 @@ using cudaStream_t = void*;
 struct dim3 {
   unsigned x, y = 1, z = 1;
 };
+enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization };
+struct cudaLaunchAttribute {
+  cudaLaunchAttributeID id;
+  struct {
+    int programmaticStreamSerializationAllowed;
+  } val;
+};
+struct cudaLaunchConfig_t {
+  dim3 gridDim, blockDim;
+  size_t dynamicSmemBytes;
+  cudaStream_t stream;
+  cudaLaunchAttribute* attrs;
+  unsigned numAttrs;
+};
 
 namespace tpk::emulation {
 
 constexpr int kMultiprocessors = 3;
 constexpr int kResident = 2;
+constexpr int kSharedBytes = 160 * 1024;
 
 // What a launch is given and how it runs; the test knows the type of the kernel.
 struct LaunchRecord {
+  const void* kernel;
   int grid;
   int threads;
 };
@@ -43,9 +60,10 @@ inline std::function<void(const void* kernel, int grid, int threads, void** argu
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 inline const char* cudaGetErrorString(cudaError_t) { return "an emulated error"; }
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
-  *value = attribute == cudaDevAttrMultiProcessorCount      ? tpk::emulation::kMultiprocessors
-           : attribute == cudaDevAttrComputeCapabilityMajor ? 9
-                                                            : 0;
+  *value = attribute == cudaDevAttrMultiProcessorCount            ? tpk::emulation::kMultiprocessors
+           : attribute == cudaDevAttrComputeCapabilityMajor       ? 9
+           : attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin ? tpk::emulation::kSharedBytes
+                                                                  : 0;
   return cudaSuccess;
 }
 inline cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }
@@ -53,15 +71,11 @@ inline cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* count, con
   *count = tpk::emulation::kResident;
   return cudaSuccess;
 }
-inline cudaError_t cudaMemsetAsync(void* p, int value, size_t bytes, cudaStream_t) {
-  std::memset(p, value, bytes);
-  return cudaSuccess;
-}
-inline cudaError_t cudaLaunchKernel(const void* kernel, dim3 grid, dim3 block, void** arguments, size_t,
-                                    cudaStream_t) {
-  const int ctas = static_cast<int>(grid.x);
-  const int threads = static_cast<int>(block.x);
-  tpk::emulation::launches.push_back({ctas, threads});
+inline cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* kernel,
+                                       void** arguments) {
+  const int ctas = static_cast<int>(config->gridDim.x);
+  const int threads = static_cast<int>(config->blockDim.x);
+  tpk::emulation::launches.push_back({kernel, ctas, threads});
   tpk::emulation::run_kernel(kernel, ctas, threads, arguments);
   return cudaSuccess;
 }

@@ -10,6 +10,7 @@
 #include "kernels/sm80/emulation/arrays.hpp"
 #include "kernels/sm80/kernel.cuh"
 //
+#include "kernels/sm80/clear.cu"
 #include "kernels/sm80/entry.cpp"
 
 using namespace tpk;
@@ -65,10 +66,10 @@ GemmOutcome run(const GemmCall& call, const Allocator& allocator, std::string* m
   return outcome;
 }
 
-GemmCall call_of(const Array& a, const Array& b, const Array& out) {
+GemmCall call_of(Element element, const Array& a, const Array& b, const Array& out) {
   GemmCall c;
   c.problem = {a.rows, b.cols, a.cols, a.batch};
-  c.element = a.kind == ScalarKind::kBf16 ? Element::kBf16 : Element::kFp16;
+  c.element = element;
   c.a = matrix(a);
   c.b = matrix(b);
   c.out = matrix(out);
@@ -78,9 +79,10 @@ GemmCall call_of(const Array& a, const Array& b, const Array& out) {
 }
 
 void trial(int number) {
-  const auto kinds = {ScalarKind::kBf16, ScalarKind::kFp16, ScalarKind::kFp32};
   const auto memories = {Memory::kRows, Memory::kRows, Memory::kCols, Memory::kRowsOdd, Memory::kStrided};
-  const ScalarKind element = pick({ScalarKind::kBf16, ScalarKind::kFp16});
+  const Element factors = pick(kElements);
+  const ScalarKind element = kind_of(factors);
+  const ScalarKind sums = factors == Element::kFp64 ? ScalarKind::kFp64 : ScalarKind::kFp32;
   const auto batch = pick<int64_t>({1, 1, 2});
   const auto m = pick<int64_t>({1, 65, 140});
   const auto n = pick<int64_t>({1, 7, 64, 133});
@@ -89,17 +91,17 @@ void trial(int number) {
   Array a(batch, m, k, element, pick(memories));
   Array b(batch, k, n, element, pick(memories), between(0, 4) == 0);
   Array gate(batch, k, n, element, pick(memories), between(0, 4) == 0);
-  Array bias(1, 1, n, pick(kinds), pick(memories));
-  Array residual(batch, m, n, pick(kinds), pick(memories));
-  Array out(batch, m, n, pick(kinds), pick(memories));
+  Array bias(1, 1, n, pick(kKinds), pick(memories));
+  Array residual(batch, m, n, pick(kKinds), pick(memories));
+  Array out(batch, m, n, pick(kKinds), pick(memories));
   Array preact(batch, m, n, out.kind, pick(memories));
   for (Array* filled : {&a, &b, &gate, &bias, &residual, &out}) filled->fill();
-  Array old(batch, m, n, ScalarKind::kFp32, Memory::kRows);
+  Array old(batch, m, n, ScalarKind::kFp64, Memory::kRows);
   old.each([&](int64_t i, int64_t r, int64_t c) { put(old.kind, old.at(i, r, c), out(i, r, c)); });
 
-  GemmCall call = call_of(a, b, out);
+  GemmCall call = call_of(factors, a, b, out);
   Epilogue epilogue;
-  call.alpha = pick({1.0f, -0.5f});
+  call.alpha = pick({1.0, -0.5});
   epilogue.alpha = call.alpha;
   call.activation = epilogue.activation = static_cast<Activation>(between(0, 4));
   call.accumulate = between(0, 1) != 0;
@@ -108,13 +110,13 @@ void trial(int number) {
     call.residual = matrix(residual);
     epilogue.residual = &residual;
   }
-  Array mul(batch, m, n, ScalarKind::kFp32, Memory::kRows);
+  Array mul(batch, m, n, sums, Memory::kRows);
   if (has_gate) {
     call.gate = matrix(gate);
     Epilogue plain;
     plain.alpha = call.alpha;
     mul.each([&](int64_t i, int64_t r, int64_t c) {
-      put(mul.kind, mul.at(i, r, c), static_cast<float>(expect(a, gate, plain, i, r, c).out));
+      put(mul.kind, mul.at(i, r, c), expect(a, gate, plain, i, r, c).out);
     });
     epilogue.mul = &mul;
   } else {
@@ -123,7 +125,9 @@ void trial(int number) {
     epilogue.bias = &bias;
   }
   const std::string schedule = pick({"auto", "stream_k", "split_k", "hybrid_last", "hybrid_aligned"});
-  const std::string tile = pick({"", "64x64x32", "128x128x32"});
+  const auto shapes = sm80::tile_shapes(factors);
+  const auto chosen = static_cast<size_t>(between(-1, static_cast<int64_t>(shapes.size()) - 1));
+  const std::string tile = chosen < shapes.size() ? name(shapes[chosen]) : "";
   call.schedule = schedule;
   call.tile = tile;
   call.splits = between(1, 3);
@@ -131,23 +135,28 @@ void trial(int number) {
   call.multiprocessors = static_cast<int>(between(1, kMultiprocessors));
 
   const std::string context = "trial " + std::to_string(number) + (has_gate ? " gated " : " ") + schedule +
-                              " m, n, k " + std::to_string(m) + " " + std::to_string(n) + " " +
-                              std::to_string(k);
+                              " element " + std::to_string(static_cast<int>(factors)) + " m, n, k " +
+                              std::to_string(m) + " " + std::to_string(n) + " " + std::to_string(k);
   Workspace workspace;
   std::string message;
   const GemmOutcome outcome = run(call, workspace.allocator(), &message);
   check(outcome == GemmOutcome::kDone && message.empty(), context + ": " + message);
-  check(launches.size() == (has_gate ? 2 : 1), context + ": launches");
+  size_t products = 0;
+  size_t clears = 0;
   for (const LaunchRecord& l : launches) {
-    check(l.grid >= 1 && l.grid <= call.multiprocessors * kResident, context + ": grid");
+    const bool is_clear = l.kernel == sm80::clear_kernel().function;
+    ++(is_clear ? clears : products);
+    check(l.grid >= 1 && l.grid <= (is_clear ? 1 : call.multiprocessors * kResident), context + ": grid");
   }
-  check(workspace.calls() == 1 && workspace.is_intact(), context + ": workspace");
+  check(products == (has_gate ? 2 : 1) && (clears == 0 || clears == products), context + ": launches");
+  // Memory for what CTAs tell each other, and for a gate's product; none where there is neither.
+  check(workspace.calls() == (has_gate || clears > 0) && workspace.is_intact(), context + ": workspace");
   int64_t wrong = out.overwritten() + preact.overwritten();
   out.each([&](int64_t i, int64_t r, int64_t c) {
     const Expected want = expect(a, b, epilogue, i, r, c);
     const auto close = [&](double got, double wanted) {
       return std::abs(got - wanted) <=
-             1e-5 * (want.size + 1) + 1.01 * rounding(out.kind) * (std::abs(wanted) + 0.01);
+             sum_error(factors) * (want.size + 1) + 1.01 * rounding(out.kind) * (std::abs(wanted) + 0.01);
     };
     if (!has_gate) wrong += !close(preact(i, r, c), want.preact);
     wrong += !close(out(i, r, c), want.out);
@@ -167,17 +176,20 @@ void check_what_is_not_done() {
     check(launches.empty() && out.overwritten() == 0, "nothing is launched: " + part);
   };
   Workspace workspace;
-  GemmCall call = call_of(a, b, out);
+  GemmCall call = call_of(Element::kBf16, a, b, out);
   const GemmHooks hooks;
   call.hooks = &hooks;
   expect_message(call, workspace.allocator(), GemmOutcome::kRefused, "has no hooks");
   call.hooks = nullptr;
   call.tile = "64x64x31";
-  expect_message(call, workspace.allocator(), GemmOutcome::kFailed, "tile must be 128x128x32 or 64x64x32");
+  expect_message(call, workspace.allocator(), GemmOutcome::kFailed,
+                 "tile must be 128x256x32, 128x128x32 or 64x64x32");
   call.tile = "";
   call.schedule = "magic";
   expect_message(call, workspace.allocator(), GemmOutcome::kFailed, "schedule must be one of");
-  call.schedule = "auto";
+  call.schedule = "split_k";
+  call.splits = 2;
+  call.problem.k = 4096;  // enough to cut
   const Allocator none{[](void*, int64_t) -> void* { return nullptr; }, nullptr};
   expect_message(call, none, GemmOutcome::kFailed, "there is no memory for a workspace of");
   call.problem.k = (int64_t{1} << 35) + 1;
@@ -191,6 +203,12 @@ int main(int argc, char** argv) {
   const int trials = argc > 1 ? std::atoi(argv[1]) : 40;
   random_numbers.seed(argc > 2 ? static_cast<unsigned>(std::atoi(argv[2])) : 1u);
   run_kernel = [](const void* kernel, int grid, int threads, void** arguments) {
+    if (kernel == sm80::clear_kernel().function) {
+      const auto clear = reinterpret_cast<void (*)(uint4*, int)>(const_cast<void*>(kernel));
+      launch(grid, threads,
+             [&] { clear(*static_cast<uint4**>(arguments[0]), *static_cast<int*>(arguments[1])); });
+      return;
+    }
     const auto function = reinterpret_cast<void (*)(sm80::GemmParams)>(const_cast<void*>(kernel));
     const auto& params = *static_cast<const sm80::GemmParams*>(arguments[0]);
     launch(grid, threads, [&] { function(params); });

@@ -10,10 +10,10 @@
 #include <span>
 #include <string>
 
+#include "host/plan.hpp"
 #include "kernels/sm80/emulation/arrays.hpp"
 #include "kernels/sm80/kernel.cuh"
 #include "kernels/sm80/operands.hpp"
-#include "kernels/sm80/plan.hpp"
 
 using namespace tpk;
 using namespace tpk::emulation;
@@ -23,31 +23,33 @@ namespace {
 
 using Kernel = void (*)(GemmParams);
 
-template <class Tile, Element kElement>
+template <class Tile>
 Kernel find(OperandLayout a, OperandLayout b) {
   constexpr auto kK = OperandLayout::kKMajor;
   constexpr auto kOuter = OperandLayout::kOuterMajor;
   constexpr auto kAny = OperandLayout::kStrided;
-  if (a == kAny || b == kAny) return &streamk_gemm_kernel<Tile, kElement, kAny, kAny>;
-  if (a == kK && b == kK) return &streamk_gemm_kernel<Tile, kElement, kK, kK>;
-  if (a == kK) return &streamk_gemm_kernel<Tile, kElement, kK, kOuter>;
-  if (b == kK) return &streamk_gemm_kernel<Tile, kElement, kOuter, kK>;
-  return &streamk_gemm_kernel<Tile, kElement, kOuter, kOuter>;
+  if (a == kAny || b == kAny) return &streamk_gemm_kernel<Tile, kAny, kAny>;
+  if (a == kK && b == kK) return &streamk_gemm_kernel<Tile, kK, kK>;
+  if (a == kK) return &streamk_gemm_kernel<Tile, kK, kOuter>;
+  if (b == kK) return &streamk_gemm_kernel<Tile, kOuter, kK>;
+  return &streamk_gemm_kernel<Tile, kOuter, kOuter>;
 }
 
 // One random problem; the number of wrong results.
-template <class Tile, Element kElement>
-int64_t trial(TileId id) {
-  const ScalarKind element = kElement == Element::kBf16 ? ScalarKind::kBf16 : ScalarKind::kFp16;
-  const auto kinds = {ScalarKind::kBf16, ScalarKind::kFp16, ScalarKind::kFp32};
+template <class Tile>
+int64_t trial() {
+  constexpr Element kElement = Tile::kElement;
+  using Sum = typename Tile::Sum;
+  const ScalarKind element = kind_of(kElement);
+  const ScalarKind sum_kind = sizeof(Sum) == 8 ? ScalarKind::kFp64 : ScalarKind::kFp32;
   const auto memories = {Memory::kRows, Memory::kRows,    Memory::kCols,
                          Memory::kCols, Memory::kRowsOdd, Memory::kStrided};
   const auto batch = pick<int64_t>({1, 1, 1, 2, 3});
   const auto m = pick<int64_t>({1, 5, 64, 100, 129, 200});
   const auto n = pick<int64_t>({1, 3, 40, 64, 128, 131, 264});
   const auto k = pick<int64_t>({0, 1, 7, 32, 33, 100, 160, 300, 520});
-  const ScalarKind out_kind = pick(kinds);
-  const ScalarKind bias_kind = pick(kinds);
+  const ScalarKind out_kind = pick(kKinds);
+  const ScalarKind bias_kind = pick(kKinds);
   const bool has_mul = between(0, 3) == 0;  // a gate, whose product is here already
   const bool has_bias = !has_mul && between(0, 1) != 0;
   const bool has_preact = !has_mul && between(0, 1) != 0;
@@ -58,30 +60,30 @@ int64_t trial(TileId id) {
   Array bias(1, 1, n, bias_kind, pick(memories));
   Array out(batch, m, n, out_kind, pick(memories));
   Array preact(batch, m, n, out_kind, pick(memories));
-  Array residual(batch, m, n, pick(kinds), pick(memories), between(0, 4) == 0);
-  Array mul(batch, m, n, ScalarKind::kFp32, pick(memories));
+  Array residual(batch, m, n, pick(kKinds), pick(memories), between(0, 4) == 0);
+  Array mul(batch, m, n, sum_kind, pick(memories));
   for (Array* filled : {&a, &b, &bias, &residual, &mul}) filled->fill();
 
   GemmParams p;
   p.problem = {m, n, k, batch};
-  const auto [operand_a, layout_a] = read_left(matrix(a), p.problem);
-  const auto [operand_b, layout_b] = read_right(matrix(b), p.problem);
+  const auto [operand_a, layout_a] = read_left(matrix(a), kElement, p.problem);
+  const auto [operand_b, layout_b] = read_right(matrix(b), kElement, p.problem);
   p.a = operand_a;
   p.b = operand_b;
-  p.out = read_output(matrix(out), p.problem);
-  if (has_preact) p.preact = read_output(matrix(preact), p.problem);
-  if (has_mul) p.mul = read_output(matrix(mul), p.problem);
+  p.out = read_output(matrix(out), kElement, p.problem);
+  if (has_preact) p.preact = read_output(matrix(preact), kElement, p.problem);
+  if (has_mul) p.mul = read_output(matrix(mul), kElement, p.problem);
   if (has_bias) p.bias = bias.first;
   p.bias_stride = n > 1 ? bias.col_stride * bias.bytes : 0;
   p.bias_kind = bias_kind;
   p.out_kind = out_kind;
-  p.alpha = pick({1.0f, 1.0f, 0.0f, -0.37f, 2.5f});
+  p.alpha = pick({1.0, 1.0, 0.0, -0.37, 2.5});
   p.activation = static_cast<Activation>(between(0, 4));
   p.accumulate = between(0, 1) != 0;
   const Array* const residual_from = residual_is == 1 ? &residual : residual_is == 2 ? &out : nullptr;
   if (p.accumulate || residual_from == &out) out.fill();
   if (residual_from != nullptr) {
-    p.residual = read_output(matrix(*residual_from), p.problem);
+    p.residual = read_output(matrix(*residual_from), kElement, p.problem);
     p.residual_kind = residual_from->kind;
   }
   Array old(batch, m, n, out_kind, Memory::kRows);
@@ -90,7 +92,7 @@ int64_t trial(TileId id) {
   const std::string schedule =
       pick({"auto", "data_parallel", "stream_k", "stream_k", "split_k", "hybrid_first", "hybrid_last",
             "own_first", "every_shard", "hybrid_aligned"});
-  const TileShape shape = tile_shape(id);
+  const TileShape shape{Tile::kBM, Tile::kBN, Tile::kBK};
   ScheduleOptions options;
   options.workers = between(1, 9);
   options.splits = between(1, 4);
@@ -102,13 +104,15 @@ int64_t trial(TileId id) {
   p.order = plan.order;
   p.timeout_ns = 60'000'000'000;
   std::vector<uint32_t> flags(static_cast<size_t>(p.schedule.num_slots) + 1, 0);
-  std::vector<float4> partials(static_cast<size_t>(p.schedule.num_slots * shape.bm * shape.bn / 4 + 1),
-                               {NAN, NAN, NAN, NAN});
-  p.ticket = &flags.back();
+  std::vector<double2> partials(
+      static_cast<size_t>(p.schedule.num_slots * shape.bm * shape.bn * sizeof(Sum) / 16 + 1));
+  std::memset(partials.data(), 0xff, partials.size() * sizeof(double2));  // NaN
+  if (p.schedule.num_slots > 0 || p.schedule.num_pieces > 1 || between(0, 1) != 0) p.ticket = &flags.back();
+  p.only_adds = adds_only(p);
   p.flags = flags.data();
-  p.partials = &partials.data()->x;
+  p.partials = partials.data();
   const int grid = static_cast<int>(min64(p.schedule.workers, between(1, 4)));
-  const Kernel kernel = find<Tile, kElement>(layout_a, layout_b);
+  const Kernel kernel = find<Tile>(layout_a, layout_b);
   emulation::launch(grid, Tile::kThreads, [&] { kernel(p); });
 
   int64_t wrong = out.overwritten() + (has_preact ? preact.overwritten() : 0);
@@ -123,7 +127,7 @@ int64_t trial(TileId id) {
     const Expected want = expect(a, b, epilogue, i, r, c);
     const auto close = [&](double got, double wanted) {
       return std::abs(got - wanted) <=
-             1e-5 * (want.size + 1) + 1.01 * rounding(out_kind) * (std::abs(wanted) + 0.01);
+             sum_error(kElement) * (want.size + 1) + 1.01 * rounding(out_kind) * (std::abs(wanted) + 0.01);
     };
     if (has_preact) wrong += !close(preact(i, r, c), want.preact);
     wrong += !close(out(i, r, c), want.out);
@@ -138,11 +142,18 @@ int64_t trial(TileId id) {
         static_cast<long long>(wrong), Tile::kBM, static_cast<int>(kElement), static_cast<long long>(batch),
         static_cast<long long>(m), static_cast<long long>(n), static_cast<long long>(k),
         static_cast<int>(layout_a), static_cast<int>(layout_b), static_cast<int>(out_kind), has_bias,
-        has_preact, has_mul, residual_is, static_cast<double>(p.alpha), p.accumulate,
-        static_cast<int>(p.activation), schedule.c_str(), static_cast<long long>(p.schedule.workers),
+        has_preact, has_mul, residual_is, p.alpha, p.accumulate, static_cast<int>(p.activation),
+        schedule.c_str(), static_cast<long long>(p.schedule.workers),
         static_cast<long long>(p.schedule.num_slots), grid);
   }
   return wrong;
+}
+
+// A problem for one of an element's tiles.
+template <class... Tiles>
+int64_t trial_of(TileSet<Tiles...>) {
+  int64_t (*const trials[])() = {&trial<Tiles>...};
+  return trials[between(0, sizeof...(Tiles) - 1)]();
 }
 
 }  // namespace
@@ -152,20 +163,7 @@ int main(int argc, char** argv) {
   random_numbers.seed(argc > 2 ? static_cast<unsigned>(std::atoi(argv[2])) : 1u);
   int bad = 0;
   for (int i = 0; i < trials; ++i) {
-    switch (between(0, 3)) {
-      case 0:
-        bad += trial<Tile128x128, Element::kBf16>(TileId::k128x128) > 0;
-        break;
-      case 1:
-        bad += trial<Tile128x128, Element::kFp16>(TileId::k128x128) > 0;
-        break;
-      case 2:
-        bad += trial<Tile64x64, Element::kBf16>(TileId::k64x64) > 0;
-        break;
-      default:
-        bad += trial<Tile64x64, Element::kFp16>(TileId::k64x64) > 0;
-        break;
-    }
+    bad += with_element(pick(kElements), [](auto e) { return trial_of(TilesOf<e.value>{}); }) > 0;
   }
   std::printf("sm80 kernel on the CPU: %d of %d problems wrong.\n", bad, trials);
   return bad > 0 ? EXIT_FAILURE : EXIT_SUCCESS;

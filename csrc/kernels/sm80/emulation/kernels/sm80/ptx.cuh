@@ -9,6 +9,13 @@ namespace tpk::sm80 {
 
 inline unsigned char* dynamic_shared() { return emulation::cta->shared; }
 
+inline int thread_index_anew() { return emulation::self().thread; }
+
+inline int ctas_of_grid() { return emulation::cta->grid; }
+
+inline void allow_later_kernels() {}
+inline void wait_for_earlier_kernels() {}
+
 inline uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(static_cast<const unsigned char*>(p) - emulation::cta->shared);
 }
@@ -25,6 +32,7 @@ inline void cp_async_16(uint32_t shared, const void* global, int bytes) {
   if (bytes > 0 && reinterpret_cast<uintptr_t>(global) % 16 != 0)
     emulation::fail("misaligned cp.async source");
   shared_at(shared, 16);
+  emulation::check_banks_of_lane(shared, 16);
   emulation::self().open_group.push_back({shared, global, bytes});
 }
 
@@ -57,6 +65,7 @@ void load_matrix_x4(uint32_t (&r)[4], uint32_t shared) {
   auto& rows = emulation::cta->address[emulation::warp()];
   rows[lane] = shared;
   emulation::sync_warp();
+  if (emulation::checks_banks) emulation::check_banks(rows, 16);
   for (int block = 0; block < 4; ++block) {
     r[block] = 0;
     for (int e = 0; e < 2; ++e) {
@@ -85,26 +94,72 @@ inline uint32_t pack_fp16(float lo, float hi) {
   return cpu::to_float16(lo).bits | static_cast<uint32_t>(cpu::to_float16(hi).bits) << 16;
 }
 
-template <Element kElement>
-void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  const auto value = [](uint32_t pair, int e) {
-    const uint32_t bits = e == 0 ? pair & 0xffff : pair >> 16;
-    return kElement == Element::kBf16 ? unpack_bf16(bits) : unpack_fp16(bits);
-  };
+template <class T, int kCount>
+void load_shared(T (&v)[kCount], uint32_t shared) {
+  emulation::check_banks_of_lane(shared, sizeof v);
+  std::memcpy(v, shared_at(shared, sizeof v), sizeof v);
+}
+
+inline uint32_t round_tf32(uint32_t bits) {
+  const bool is_number = (bits & 0x7f800000u) != 0x7f800000u;
+  return (is_number ? bits + 0x0fffu + (bits >> 13 & 1) : bits) & ~0x1fffu;
+}
+
+inline float multiply_add(float a, float b, float c) { return std::fma(a, b, c); }
+
+// The lanes of a warp put the 16 x kStep block of A and the kStep x 8 block of B together, and multiply.
+template <int kStep, class Sum>
+void multiply_blocks(Sum (&d)[4]) {
   auto& am = emulation::cta->a[emulation::warp()];
   auto& bm = emulation::cta->b[emulation::warp()];
   const int g = emulation::lane() / 4;
   const int t = emulation::lane() % 4;
-  for (int e = 0; e < 2; ++e) {
-    for (int r = 0; r < 4; ++r) am[g + 8 * (r % 2)][2 * t + e + 8 * (r / 2)] = value(a[r], e);
-    bm[2 * t + e][g] = value(b0, e);
-    bm[2 * t + e + 8][g] = value(b1, e);
-  }
   emulation::sync_warp();
   for (int r = 0; r < 4; ++r) {
-    for (int k = 0; k < 16; ++k) d[r] += am[g + 8 * (r / 2)][k] * bm[k][2 * t + r % 2];
+    for (int k = 0; k < kStep; ++k)
+      d[r] = static_cast<Sum>(d[r] + am[g + 8 * (r / 2)][k] * bm[k][2 * t + r % 2]);
   }
   emulation::sync_warp();
+}
+
+template <Element kElement>
+void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  auto& am = emulation::cta->a[emulation::warp()];
+  auto& bm = emulation::cta->b[emulation::warp()];
+  const int g = emulation::lane() / 4;
+  const int t = emulation::lane() % 4;
+  if constexpr (kElement == Element::kTf32) {
+    const auto value = [](uint32_t bits) {
+      if ((bits & 0x1fffu) != 0) emulation::fail("a factor was not rounded to tf32");
+      float f;
+      std::memcpy(&f, &bits, 4);
+      return f;
+    };
+    for (int r = 0; r < 4; ++r) am[g + 8 * (r % 2)][t + 4 * (r / 2)] = value(a[r]);
+    bm[t][g] = value(b0);
+    bm[t + 4][g] = value(b1);
+    multiply_blocks<8>(d);
+  } else {
+    const auto value = [](uint32_t pair, int e) {
+      const uint32_t bits = e == 0 ? pair & 0xffff : pair >> 16;
+      return kElement == Element::kBf16 ? unpack_bf16(bits) : unpack_fp16(bits);
+    };
+    for (int e = 0; e < 2; ++e) {
+      for (int r = 0; r < 4; ++r) am[g + 8 * (r % 2)][2 * t + e + 8 * (r / 2)] = value(a[r], e);
+      bm[2 * t + e][g] = value(b0, e);
+      bm[2 * t + e + 8][g] = value(b1, e);
+    }
+    multiply_blocks<16>(d);
+  }
+}
+
+template <Element kElement>
+void mma(double (&d)[4], const double (&a)[2], double b) {
+  const int g = emulation::lane() / 4;
+  const int t = emulation::lane() % 4;
+  for (int r = 0; r < 2; ++r) emulation::cta->a[emulation::warp()][g + 8 * r][t] = a[r];
+  emulation::cta->b[emulation::warp()][t][g] = b;
+  multiply_blocks<4>(d);
 }
 
 }  // namespace tpk::sm80

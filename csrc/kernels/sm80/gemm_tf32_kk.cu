@@ -1,0 +1,5 @@
+// fp32, multiplied as tf32 operands; A K-major, B K-major.
+#include "kernels/sm80/kernel.cuh"
+
+template tpk::sm80::KernelInfo tpk::sm80::kernel_info<
+    tpk::sm80::Element::kTf32, tpk::sm80::OperandLayout::kKMajor, tpk::sm80::OperandLayout::kKMajor>(int);

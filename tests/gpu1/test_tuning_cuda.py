@@ -1,0 +1,155 @@
+"""Autotuning on a GPU: right values of all that it tries, one timing, none in a capture; constants of launches."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from gemm_checks import gemm, randn
+from streamk_cases import filled, hopper_only
+
+import tpkernels as tpk
+from tpkernels.ops import _plans
+from tpkernels.testing import assert_close_tiles
+from tpkernels.tune import cli, constants, local
+
+pytestmark = pytest.mark.gpu1
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("TPK_CACHE_DIR", str(tmp_path))
+    local.forget()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield tmp_path
+    local.forget()
+
+
+def operands(
+    m: int, n: int, k: int, lies: str, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    a = (
+        randn(m, k, dtype=BF16, generator=generator)
+        if lies[0] == "k"
+        else randn(k, m, dtype=BF16, generator=generator).t()
+    )
+    b = (
+        randn(n, k, dtype=BF16, generator=generator).t()
+        if lies[1] == "k"
+        else randn(k, n, dtype=BF16, generator=generator)
+    )
+    return a, b
+
+
+@pytest.mark.parametrize("lies", ["kk", "ko", "oo"])
+@pytest.mark.parametrize("size", [(300, 520, 4096), (64, 2048, 1024), (77, 131, 515)])
+def test_values(size: tuple[int, int, int], lies: str, generator: torch.Generator) -> None:
+    """77 x 131 x 515 cannot be loaded by the Hopper kernel: no tile of it may be asked for."""
+    m, n, k = size
+    a, b = operands(m, n, k, lies, generator)
+    bias = randn(n, dtype=BF16, generator=generator)
+    want = torch.relu(a.double() @ b.double() + bias.double())
+    magnitude = a.double().abs() @ b.double().abs() + bias.double().abs()
+    with tpk.autotune():
+        y = tpk.matmul(a, b, bias=bias, activation="relu")
+        record = tpk.last_path()
+        again = tpk.matmul(a, b, bias=bias, activation="relu")
+    assert record is not None and record.why.startswith("tuned: "), record
+    assert torch.equal(y, again) and local.counts.timed == 1
+    assert_close_tiles(y, want, BF16, k=k, magnitude=magnitude)
+    tried = local.time_all(
+        local.Call(a, b, local._gemm.Epilogue(bias=bias, activation="relu"), BF16), "cublas"
+    )
+    for candidate, us in tried:
+        assert 0 < us < float("inf"), candidate
+        choice = local.Choice(candidate.gemm, "", plan=candidate.plan)
+        e = local._gemm.Epilogue(bias=bias, activation="relu")
+        made = local._gemm.run(choice, a, b, e, out_dtype=BF16).out
+        assert_close_tiles(made, want, BF16, k=k, magnitude=magnitude)
+
+
+def test_another_process_reads_what_was_timed(generator: torch.Generator, cache: Path) -> None:
+    a, b = operands(256, 512, 768, "kk", generator)
+    with tpk.autotune():
+        first = tpk.matmul(a, b)
+    local.forget()
+    with tpk.autotune("read"):
+        assert torch.equal(tpk.matmul(a, b), first)
+    assert (local.counts.timed, local.counts.found) == (0, 1)
+    (file,) = cache.glob("tuned-*.json")
+    assert '"cublas": "' in file.read_text() and torch.cuda.get_device_name() in file.read_text()
+
+
+def test_nothing_is_timed_in_a_capture(generator: torch.Generator) -> None:
+    a, b = operands(128, 256, 512, "kk", generator)
+    want = a @ b
+    graph = torch.cuda.CUDAGraph()
+    with tpk.autotune():
+        with torch.cuda.graph(graph):
+            y = tpk.matmul(a, b)
+        record = tpk.last_path()
+        assert record is not None and "captured" in record.why and record.path == "cublas"
+        y.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(y, want) and local.counts.timed == 0
+        tpk.matmul(a, b)
+        assert local.counts.timed == 1
+        with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
+            y = tpk.matmul(a, b)
+        record = tpk.last_path()
+        assert record is not None and record.why.startswith("tuned: ")
+        graph.replay()
+        assert torch.equal(y, tpk.matmul(a, b))
+
+
+def test_sums_into_a_tensor_are_timed_elsewhere(generator: torch.Generator) -> None:
+    a, b = operands(384, 640, 512, "oo", generator)
+    into = randn(384, 640, dtype=torch.float32, generator=generator)
+    want = into.double() + a.double() @ b.double()
+    with tpk.autotune():
+        tpk.matmul(a, b, accumulate_into=into)
+    assert local.counts.timed == 1
+    assert_close_tiles(into, want, torch.float32, k=512)
+
+
+@hopper_only
+def test_constants_reach_launches(generator: torch.Generator) -> None:
+    """With cut tiles made too expensive a launch by "auto" has the bits of whole tiles."""
+    m, n, k = 1024, 1024, 16384  # a few tiles with a long K: cut
+    a = randn(1, m, k, dtype=BF16, generator=generator)
+    b = randn(1, n, k, dtype=BF16, generator=generator).mT
+    device = torch.device("cuda", torch.cuda.current_device())
+    product = _plans.Product(1, m, n, k)
+
+    def run(**options: str) -> torch.Tensor:
+        out = filled(1, m, n, dtype=torch.float32)
+        gemm(a, b, out, **options)
+        return out
+
+    usual, before = run(), constants.read("sm90")
+    assert _plans.plan(product, _plans.machine_of("cuda", device))["partial_tiles"] > 0
+    try:
+        constants.use("sm90", before | {"split_launch_us": 1e6, "divided_us": 1e6})
+        plan = _plans.plan(product, _plans.machine_of("cuda", device))
+        assert plan["partial_tiles"] == 0
+        whole = run()
+        tile = _plans.tile_name(plan, _plans.machine_of("cuda", device))
+        assert torch.equal(whole, run(schedule="data_parallel", tile=tile))
+        assert not torch.equal(whole, usual)
+    finally:
+        constants.use("sm90", None)
+    assert constants.read("sm90") == before and torch.equal(run(), usual)
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["tune", "16..32x512x512", "--plain", "--device", "cuda"]) == 0
+    out = capsys.readouterr().out
+    assert "2 products of bfloat16" in out and "cublas us" in out
+    assert cli.main(["tune", "16..32x512x512", "--plain", "--device", "cuda"]) == 0
+    assert capsys.readouterr().out.count("(known)") == 2

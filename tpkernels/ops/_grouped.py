@@ -1,0 +1,406 @@
+"""``tpkernels::grouped_matmul`` and its weight gradient: rows in groups, each multiplied by a weight of its own.
+
+Who multiplies: "streamk" is one call of the kernels for all groups, one launch on Hopper (up to 64 groups that have
+rows); "cublas" and "blas" are a product of the library for each group. Path "auto" takes the former on Hopper, for
+operands that its kernel loads. The weight gradient is a product for each group on every path: each has a K of its own,
+and mostly tiles enough to fill the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+from tpkernels.errors import ArgumentError, DeviceError, DTypeError, ShapeError
+from tpkernels.ops import _checks, _gemm, _main_grad, _nvtx, _paths, _plans
+from tpkernels.ops._collectives import accumulate_dtype
+from tpkernels.ops._main_grad import Target
+from tpkernels.ops._matmul import preact_grad
+from tpkernels.ops._registry import register
+
+_ops = torch.ops.tpkernels
+
+
+def sizes_of(group_sizes: Any, offs: Any) -> list[int]:
+    """Rows of every group, from either of the two ways to name them; see :func:`tpkernels.grouped_matmul`."""
+    if (group_sizes is None) == (offs is None):
+        raise ArgumentError(
+            "group_sizes, offs: expected one of the two, the rows of every group or where each ends, got "
+            f"{'neither' if offs is None else 'both'}."
+        )
+    if offs is None:
+        return _integers("group_sizes", group_sizes)
+    ends = _integers("offs", offs)
+    return [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
+
+
+def _integers(name: str, values: Any) -> list[int]:
+    if isinstance(values, Tensor):
+        if (
+            values.dim() != 1
+            or values.is_floating_point()
+            or values.is_complex()
+            or values.dtype == torch.bool
+        ):
+            raise ShapeError(
+                f"{name}: expected integers, a list or a tensor of one dimension, got {values.dtype} of shape "
+                f"{list(values.shape)}."
+            )
+        if values.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise ArgumentError(
+                f"{name}: a CUDA tensor is read by the host, which has to wait for the device and cannot while a CUDA "
+                "graph is captured; pass a list or a CPU tensor, whose values the graph keeps."
+            )
+        return values.tolist()  # of a CUDA tensor: waits for the device
+    if not isinstance(values, (list, tuple)):
+        raise DTypeError(
+            f"{name}: expected a list of integers or a tensor of them, got {type(values).__name__}."
+        )
+    for i, value in enumerate(values):
+        if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+            raise DTypeError(f"{name}: expected integers, got {value!r} for group {i}.")
+    return list(values)
+
+
+def check_sizes(sizes: Sequence[int], a: Tensor, groups: int) -> None:
+    """One size for each group, none negative, that add up to the rows of ``a``."""
+    if len(sizes) != groups:
+        raise ShapeError(
+            f"group_sizes: expected one number of rows for each of the {groups} weights, got {len(sizes)}."
+        )
+    for i, size in enumerate(sizes):
+        if guard_or_false(size < 0):
+            raise ShapeError(f"group_sizes: expected numbers of rows, 0 or more, got {size} for group {i}.")
+    if guard_or_false(sum(sizes) != a.shape[0]):
+        raise ShapeError(
+            f"group_sizes: expected numbers that add up to the rows of a, {a.shape[0]}, got {_listed(sizes)}, "
+            f"{sum(sizes)} in all."
+        )
+
+
+def _listed(sizes: Sequence[int]) -> str:
+    most = 16
+    return (
+        str(list(sizes[:most]))
+        if len(sizes) <= most
+        else f"{list(sizes[:most])} and {len(sizes) - most} more"
+    )
+
+
+def _validate(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    sizes: Sequence[int],
+    activation: str,
+    out_dtype: torch.dtype | None,
+) -> torch.dtype:
+    _checks.check_operand("a", a)
+    _checks.check_operand("b", b, min_dim=3)
+    _checks.check_like("b", b, "a", a)
+    if a.dim() != 2:
+        raise ShapeError(
+            f"a: expected 2 dimensions [rows of all groups, K], got shape {list(a.shape)}; groups of as many rows each "
+            "are batches of tpkernels.matmul."
+        )
+    if b.dim() != 3:
+        raise ShapeError(f"b: expected 3 dimensions [groups, K, N], got shape {list(b.shape)}.")
+    if a.shape[1] != b.shape[1]:
+        raise ShapeError(
+            f"b: expected {a.shape[1]} rows in each matrix (K, the last dimension of a {list(a.shape)}), got "
+            f"{b.shape[1]} in b {list(b.shape)}; weights stored [groups, out, in] are passed as weight.mT."
+        )
+    check_sizes(sizes, a, b.shape[0])
+    if bias is not None:
+        _checks.check_operand("bias", bias)
+        _checks.check_like("bias", bias, "a", a)
+        if bias.shape != b.shape[::2]:
+            raise ShapeError(
+                f"bias: expected shape {[b.shape[0], b.shape[2]]} (a row for each group), got {list(bias.shape)}."
+            )
+    _checks.check_activation(activation)
+    return _checks.check_out_dtype(out_dtype, a.dtype)
+
+
+def spans(sizes: Sequence[int]) -> Iterator[tuple[int, slice]]:
+    """Number and rows of every group that has rows."""
+    begin = 0
+    for group, size in enumerate(sizes):
+        if size > 0:
+            yield group, slice(begin, begin + size)
+        begin += size
+
+
+def describe(device: torch.device, a: Tensor, b: Tensor, sizes: Sequence[int], gemm: str) -> str:
+    """For a path record: sizes, and whether the groups share a launch on that device."""
+    used = sum(size > 0 for size in sizes)
+    hopper = gemm == "streamk" and _plans.machine_of(device.type, device).architecture == "sm90"
+    how = "all in one list of tiles" if hopper else "a product for each"
+    return f"{_gemm.describe(a, b)} in {used} of {len(sizes)} groups, {how}"
+
+
+def _implementation(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    group_sizes: list[int],
+    activation: str,
+    out_dtype: torch.dtype | None,
+    return_preact: bool,
+    path: str,
+) -> list[Tensor]:
+    dtype = _validate(a, b, bias, group_sizes, activation, out_dtype)
+    choice = choose_grouped(path, a.device, a, b, group_sizes)
+    out = a.new_empty(a.shape[0], b.shape[2], dtype=dtype)
+    preact = torch.empty_like(out) if return_preact else None
+    with _nvtx.phase("product", choice.gemm):
+        if choice.gemm == "streamk":
+            _ops.streamk_gemm_grouped(a, b, bias, out, preact, activation, group_sizes)
+        else:
+            _by_library(choice, a, b, bias, group_sizes, activation, out, preact)
+    detail = describe(a.device, a, b, group_sizes, choice.gemm)
+    _paths.record("grouped_matmul", "none", choice.gemm, detail, choice.why)
+    return [out] if preact is None else [out, preact]
+
+
+def choose(path: str, device: torch.device, dtype: torch.dtype) -> _paths.Choice:
+    """Who makes a product for each group."""
+    choice = _paths.choose_gemm(_paths.parse(path, device.type, distributed=False), device.type, dtype)
+    return choice._replace(open=False)  # sizes of groups are new in every call: nothing to tune
+
+
+def choose_grouped(
+    path: str, device: torch.device, a: Tensor, b: Tensor, sizes: Sequence[int]
+) -> _paths.Choice:
+    """Who multiplies ``a`` and ``b`` on that device.
+
+    One launch of our kernel took 0.70 to 1.03 times as long as torch.mm for each group, over ten lists of 8 to 64
+    groups of models, bfloat16, on one H200 (docs/grouped.md).
+    """
+    choice = choose(path, device, a.dtype)
+    if choice.gemm != "cublas" or not _paths.parse(path, device.type, distributed=False).open:
+        return choice
+    hopper = _plans.machine_of(device.type, device).architecture == "sm90"
+    if not hopper or _paths.streamk_missing(device.type, a.dtype) is not None:
+        return choice
+    if sum(size > 0 for size in sizes) < 2 or not (_has_rows(a) and (_has_rows(b) or _has_rows(b.mT))):
+        return choice
+    return _paths.Choice("streamk", "one launch for all groups; path='cublas' takes a product for each")
+
+
+def _has_rows(x: Tensor) -> bool:
+    """Whether TMA can load it by rows: contiguous, and beginning at multiples of 16 bytes. For elements of 2 bytes."""
+    pitched = ((x.stride(d) % 8 == 0 and x.stride(d) > 0) or x.shape[d] <= 1 for d in range(x.dim() - 1))
+    aligned = x.is_meta or x.data_ptr() % 16 == 0
+    return x.numel() > 0 and aligned and (x.stride(-1) == 1 or x.shape[-1] == 1) and all(pitched)
+
+
+def _by_library(
+    choice: _paths.Choice,
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    sizes: Sequence[int],
+    activation: str,
+    out: Tensor,
+    preact: Tensor | None,
+) -> None:
+    """A product for each group."""
+    straight = bias is None and activation == "none" and preact is None
+    for group, rows in spans(sizes):
+        if straight:
+            _product_into(choice, a[rows], b[group], out[rows])
+            continue
+        epilogue = _gemm.Epilogue(bias=None if bias is None else bias[group], activation=activation)
+        made = _gemm.run(
+            choice, a[rows], b[group], epilogue, out_dtype=out.dtype, want_preact=preact is not None
+        )
+        out[rows] = made.out
+        if preact is not None:
+            preact[rows] = made.kept[0]
+
+
+def _product_into(choice: _paths.Choice, left: Tensor, right: Tensor, out: Tensor) -> None:
+    if choice.gemm == "streamk":
+        _ops.streamk_gemm(left[None], right[None], None, out[None], None, "none", False)
+    elif left.is_cuda and out.dtype == left.dtype:
+        torch.mm(left, right, out=out)
+    else:
+        out.copy_(_gemm.run(choice, left, right, out_dtype=out.dtype).out)
+
+
+def _fake(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    group_sizes: list[int],
+    activation: str,
+    out_dtype: torch.dtype | None,
+    return_preact: bool,
+    path: str,
+) -> list[Tensor]:
+    dtype = _validate(a, b, bias, group_sizes, activation, out_dtype)
+    return [a.new_empty(a.shape[0], b.shape[2], dtype=dtype) for _ in range(1 + return_preact)]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    a, b, bias, sizes, activation, _, return_preact, path = inputs
+    ctx.set_materialize_grads(False)
+    ctx.sizes, ctx.activation, ctx.path, ctx.has_bias = sizes, activation, path, bias is not None
+    (ctx.target,) = _main_grad.taken(1)
+    keep_bias = bias if activation != "none" and not return_preact else None
+    ctx.save_for_backward(a, b, keep_bias, *output[1:])
+
+
+def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
+    need_a, need_b, need_bias = ctx.needs_input_grad[:3]
+    a, b, bias, *kept = ctx.saved_tensors
+    grad = preact_grad(
+        grads[0],
+        grads[1] if kept else None,
+        ctx.activation,
+        lambda: kept[0] if kept else product(a, b, bias, ctx.sizes, ctx.path),
+    )
+    grad_a = grad_b = grad_bias = None
+    if grad is not None:
+        grad = grad.to(a.dtype)
+        if need_a:
+            grad_a = product(grad, b.mT, None, ctx.sizes, ctx.path)
+        if need_b:
+            grad_b = _weight_grad(a, grad, b, ctx.sizes, ctx.path, ctx.target)
+        if ctx.has_bias and need_bias:
+            grad_bias = torch.stack([part.sum(0) for part in grad.split(ctx.sizes)]) if ctx.sizes else None
+    return grad_a, grad_b, grad_bias, None, None, None, None, None
+
+
+def product(a: Tensor, b: Tensor, bias: Tensor | None, sizes: list[int], path: str) -> Tensor:
+    """The grouped product as an op, for use in backward formulas."""
+    out: list[Tensor] = _ops.grouped_matmul(a, b, bias, sizes, "none", None, False, path)
+    return out[0]
+
+
+def _weight_grad(
+    a: Tensor, grad: Tensor, b: Tensor, sizes: list[int], path: str, target: Target | None
+) -> Tensor | None:
+    """``a_g^T grad_g`` for every group, stored as ``b`` is; with a target it is added there."""
+    if target is None:
+        made: Tensor = _ops.grouped_weight_grad(a, grad, sizes, is_transposed(b), path)
+        return made
+    if not target.wanted():
+        return None
+    _ops.grouped_weight_grad_accumulate(a, grad, target.into(), sizes, path)
+    return target.added(grad)
+
+
+def is_transposed(b: Tensor) -> bool:
+    """Whether a stack of weights [groups, K, N] is a view of one that is stored [groups, N, K]."""
+    return b.stride(1) == 1 and b.stride(2) != 1
+
+
+register("grouped_matmul", _implementation, _fake, setup_context=_setup_context, backward=_backward)
+
+
+def _validate_grad(a: Tensor, dy: Tensor, sizes: Sequence[int]) -> None:
+    for name, x in (("a", a), ("dy", dy)):
+        _checks.check_operand(name, x)
+        if x.dim() != 2:
+            raise ShapeError(
+                f"{name}: expected 2 dimensions [rows of all groups, columns], got {list(x.shape)}."
+            )
+    _checks.check_like("dy", dy, "a", a)
+    if a.shape[0] != dy.shape[0]:
+        raise ShapeError(f"dy: expected the rows of a, {a.shape[0]}, got shape {list(dy.shape)}.")
+    check_sizes(sizes, a, len(sizes))
+
+
+def _grad(a: Tensor, dy: Tensor, group_sizes: list[int], transposed: bool, path: str) -> Tensor:
+    _validate_grad(a, dy, group_sizes)
+    choice = choose(path, a.device, a.dtype)
+    left, right = (dy, a) if transposed else (a, dy)
+    made = a.new_empty(len(group_sizes), left.shape[1], right.shape[1])
+    for group, size in enumerate(group_sizes):
+        if size == 0:
+            made[group].zero_()
+    with _nvtx.phase("product", choice.gemm):
+        for group, rows in spans(group_sizes):
+            _product_into(choice, left[rows].t(), right[rows], made[group])
+    detail = f"{_gemm.describe(a.t(), dy)} in {len(group_sizes)} groups of K, a product for each"
+    _paths.record("grouped_weight_grad", "none", choice.gemm, detail, choice.why)
+    return made.mT if transposed else made
+
+
+def _grad_fake(a: Tensor, dy: Tensor, group_sizes: list[int], transposed: bool, path: str) -> Tensor:
+    _validate_grad(a, dy, group_sizes)
+    left, right = (dy, a) if transposed else (a, dy)
+    made = a.new_empty(len(group_sizes), left.shape[1], right.shape[1])
+    return made.mT if transposed else made
+
+
+def _grad_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    a, dy, ctx.sizes, _, ctx.path = inputs
+    ctx.save_for_backward(a, dy)
+
+
+def _grad_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    a, dy = ctx.saved_tensors
+    need_a, need_dy = ctx.needs_input_grad[:2]
+    grad_a = product(dy, grad.mT, None, ctx.sizes, ctx.path) if need_a else None
+    grad_dy = product(a, grad, None, ctx.sizes, ctx.path) if need_dy else None
+    return grad_a, grad_dy, None, None, None
+
+
+register("grouped_weight_grad", _grad, _grad_fake, setup_context=_grad_setup, backward=_grad_backward)
+
+
+def _validate_accumulate(a: Tensor, dy: Tensor, acc: Tensor, sizes: Sequence[int]) -> None:
+    _validate_grad(a, dy, sizes)
+    shape = [len(sizes), a.shape[1], dy.shape[1]]
+    if list(acc.shape) != shape:
+        raise ShapeError(f"acc: expected the products' shape {shape}, got {list(acc.shape)}.")
+    if acc.dtype != accumulate_dtype(a.dtype):
+        raise DTypeError(
+            f"acc: expected {accumulate_dtype(a.dtype)} for operands of {a.dtype}, got {acc.dtype}."
+        )
+    if acc.device != a.device:
+        raise DeviceError(f"acc: expected device {a.device} as in a, got {acc.device}; move one of them.")
+
+
+def _accumulate(a: Tensor, dy: Tensor, acc: Tensor, group_sizes: list[int], path: str) -> None:
+    _validate_accumulate(a, dy, acc, group_sizes)
+    _checks.check_no_overlap("acc", acc, [("a", a), ("dy", dy)])
+    choice = choose(path, a.device, a.dtype)
+    for group, rows in spans(group_sizes):
+        _gemm.accumulate(choice, a[rows].t(), dy[rows], acc[group])
+    detail = f"{_gemm.describe(a.t(), dy)} in {len(group_sizes)} groups of K, a product for each"
+    _paths.record("grouped_weight_grad_accumulate", "none", choice.gemm, detail, choice.why)
+
+
+def _accumulate_fake(a: Tensor, dy: Tensor, acc: Tensor, group_sizes: list[int], path: str) -> None:
+    _validate_accumulate(a, dy, acc, group_sizes)
+
+
+register("grouped_weight_grad_accumulate", _accumulate, _accumulate_fake)
+
+
+def _streamk_fake(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    preact: Tensor | None,
+    activation: str,
+    group_sizes: list[int],
+    schedule: str = "auto",
+    workers: int = 0,
+    splits: int = 1,
+    tile: str = "",
+    multiprocessors: int = 0,
+) -> None:
+    """The kernel writes into ``out`` and ``preact`` and returns nothing."""
+
+
+torch.library.register_fake("tpkernels::streamk_gemm_grouped", _streamk_fake)
