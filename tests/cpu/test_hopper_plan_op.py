@@ -157,8 +157,13 @@ def test_plans_of_fp8(device: str, sms: int) -> None:
             kind, numbers, predicted = plan(
                 m, n, k, sms=sms, tile=tile, schedule=schedule, splits=3, device=device
             )
-            bm, bn, bk, tiles, k_iters, workers, _, partial_tiles, cm, cn = numbers
-            assert ((bm, bn), (cm, cn)) == sizes(tile) and bk == 128 and kind == schedule and predicted > 0
+            bm, bn, bk, tiles, k_iters, workers, _, partial_tiles, cm, cn, ck, swapped = numbers
+            assert (
+                ((bm, bn), (cm, cn, ck), bool(swapped)) == sizes(tile)
+                and bk == 128
+                and kind == schedule
+                and predicted > 0
+            )
             assert tiles == -(-m // (bm * cm)) * -(-n // (bn * cn)) and k_iters == -(-k // 128)
             s = _host.make_schedule(kind, tiles, k_iters, workers=sms // (cm * cn), splits=3)
             assert (s.workers, s.num_slots) == (workers, partial_tiles)
