@@ -121,7 +121,7 @@ class Planner:
                 self.multiprocessors,
                 request.tile,
                 **self._more,
-                group_sizes=self.group_sizes if own else (),
+                **({"group_sizes": self.group_sizes} if own and self.group_sizes else {}),
             )
         except RuntimeError as error:
             raise Skip(str(error).strip().partition("\n")[0]) from None
