@@ -12,6 +12,8 @@
 // and 2 multiply and store, together (cooperative) or in turn (pingpong).
 #pragma once
 
+#include <cstddef>
+
 #include "kernels/sm90a/divided.cuh"
 #include "kernels/sm90a/launch.hpp"
 #include "kernels/sm90a/loader.cuh"
@@ -188,6 +190,9 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 template <class Tile, Element kElement, Major kMajorA, Major kMajorB>
 KernelInfo describe() {
   static_assert(sizeof(SharedStorage<Tile>) <= kSharedLimit, "A CTA has 227 KiB of shared memory.");
+  static_assert(offsetof(SharedStorage<Tile>, staging) % 128 == 0,
+                "Chunks of 16 bytes, swizzled in lines of 128.");
+  static_assert(offsetof(SharedStorage<Tile>, bias) % 16 == 0, "The bias is read two values at a time.");
   return {reinterpret_cast<const void*>(&streamk_gemm_kernel<Tile, kElement, kMajorA, kMajorB>),
           sizeof(SharedStorage<Tile>), Tile::kThreads};
 }

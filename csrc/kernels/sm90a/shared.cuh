@@ -37,7 +37,7 @@ constexpr int kUnitBytes = 16 * kUnitTokens * static_cast<int>(sizeof(float));
 template <bool kSwapped>
 struct ExchangeStorage {};
 template <>
-struct ExchangeStorage<true> {
+struct alignas(128) ExchangeStorage<true> {
   unsigned char units[kExchangeBuffers][kExchangeUnits][kUnitBytes];
   uint64_t full[kExchangeBuffers][kConsumerWarps];  // where the warp finishes its rows: all others' are here
   uint64_t free[kExchangeBuffers][kConsumerWarps];  // where it does not: the buffer there may be written
@@ -66,7 +66,6 @@ struct alignas(1024) SharedStorage {
   Stage stages[Tile::kStages];
   unsigned char staging[Tile::kConsumers * 4]
                        [Tile::kSwapped ? kUnitBytes : kStagingBytes];  // per consumer warp
-  ExchangeStorage<Tile::kSwapped> exchange;
   float bias[Tile::kConsumers][Tile::kSwapped ? 1 : Tile::kBN];  // of the tile that each warpgroup works on
   uint64_t full[Tile::kStages];   // loaded by TMA, of this CTA and its cluster peer
   uint64_t empty[Tile::kStages];  // released by the consumers that multicast reaches
@@ -81,6 +80,7 @@ struct alignas(1024) SharedStorage {
   uint32_t fixup_waits[Tile::kConsumers];   // divided.cuh: the warpgroup finishes its share itself
   uint64_t fixup_before[Tile::kConsumers];  // who had written a partial of its tile before it
   ScaleStorage<Tile> scales;
+  ExchangeStorage<Tile::kSwapped> exchange;  // behind the rest: an empty struct has a byte, too
 
   __device__ LoadBarrier& full_barrier(int i) { return *reinterpret_cast<LoadBarrier*>(&full[i]); }
   __device__ Barrier& empty_barrier(int i) { return *reinterpret_cast<Barrier*>(&empty[i]); }
