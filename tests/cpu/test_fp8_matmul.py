@@ -114,6 +114,7 @@ def test_what_the_library_takes() -> None:
         (layout(a_dtype=E5M2, b_dtype=E5M2), "e5m2 by e5m2"),
         (layout(**{**blockwise, "k": 640}), "rows of 16 bytes"),
         (layout(**{**blockwise, "k": 500}), "rows of 16 bytes"),
+        (layout(**{**blockwise, "m": 129}), "multiple of 16 rows"),
         (layout(**{**blockwise, "a_scaling": "rowwise"}), "does not take rowwise by 128x128"),
         (layout(**{**blockwise, "fast_accumulation": True}), "no fast accumulation"),
         (layout(**{**blockwise, "out_dtype": torch.float16}), "no float16 output"),

@@ -28,7 +28,10 @@ from tpkernels.ops import _checks, _nvtx
 from tpkernels.ops._paths import FUSED, Choice, Request
 
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-ALIGNMENT = 16  # of K, and for torch._scaled_mm of N: rows of 16 bytes
+ALIGNMENT = 16  # of K, and for torch._scaled_mm of N: rows of 16 bytes; of scales for cuBLAS
+ROWS = (
+    16  # blockwise products of multiples of them are what torch._scaled_mm was seen to take; of 1 and 129 not
+)
 
 
 class Layout(NamedTuple):
@@ -42,6 +45,7 @@ class Layout(NamedTuple):
     n: int
     out_dtype: torch.dtype
     fast_accumulation: bool
+    m: int = ROWS
 
 
 def blocks(k: int) -> int:
@@ -107,7 +111,7 @@ def layout_of(
         of_b = "rowwise" if scale_b.shape[0] == 1 else "1x128"
     else:
         of_b = "128x128"
-    return Layout(a.dtype, b.dtype, of_a, of_b, k, n, out_dtype, fast)
+    return Layout(a.dtype, b.dtype, of_a, of_b, k, n, out_dtype, fast, math.prod(a.shape[:-1]))
 
 
 def choose(request: Request, device: torch.device, layout: Layout) -> Choice:
@@ -168,6 +172,8 @@ def library_missing(
             return "torch._scaled_mm has no fast accumulation with blockwise scales"
         if layout.k % BLOCK or (b == "128x128" and layout.k % (4 * BLOCK)):
             return "torch._scaled_mm takes blockwise scales in rows of 16 bytes alone"
+        if layout.m % ROWS:
+            return f"torch._scaled_mm takes blockwise scales of a multiple of {ROWS} rows alone"
         if layout.out_dtype == torch.float16:
             return "torch._scaled_mm has no float16 output with blockwise scales"
     return None
@@ -269,9 +275,14 @@ def _library_scales(
             return scale_a, F.pad(scale_b, (0, behind), value=1.0).contiguous()
         return scale_a, F.pad(scale_b, (0, blocks(n) - blocks(layout.n)), value=1.0).t().contiguous().t()
     if layout.a_scaling == layout.b_scaling == "tensorwise":
-        return scale_a, scale_b
+        return _aligned(scale_a), _aligned(scale_b)
     scale_b = F.pad(scale_b.reshape(1, -1).expand(1, layout.n), (0, behind), value=1.0)
     return scale_a.reshape(-1, 1).expand(rows, 1).contiguous(), scale_b.contiguous()
+
+
+def _aligned(scale: Tensor) -> Tensor:
+    """Where cuBLAS reads it: one of several scales that were made together lies anywhere."""
+    return scale if scale.data_ptr() % ALIGNMENT == 0 else scale.clone()
 
 
 def _converted(
