@@ -31,9 +31,11 @@ CUtensorMapDataType data_type(ScalarKind kind) {
     case ScalarKind::kFp16:
       return CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
     case ScalarKind::kFp32:
+      return CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
+    case ScalarKind::kFp64:
       break;
   }
-  return CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
+  return CU_TENSOR_MAP_DATA_TYPE_FLOAT64;
 }
 
 CUtensorMap encode_map(const TensorView& t, CUtensorMapDataType type, uint32_t box_inner,
