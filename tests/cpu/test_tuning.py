@@ -413,3 +413,13 @@ def test_a_race_survives_what_cannot_run():
 def test_a_race_takes_medians():
     steady, odd = iter([10.0] * 7), iter([9.0, 9.0, 9.0, 500.0, 9.0, 500.0, 9.0])
     assert timer.race([lambda: next(steady), lambda: next(odd)], keep=[1]) == [10.0, 9.0]
+
+
+def test_tf32_is_another_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's switch may change between two calls, and the kernels for it have other tiles."""
+    call = local.Call(torch.zeros(4, 8), torch.zeros(8, 4), _gemm.PLAIN, torch.float32)
+    names = set()
+    for allowed in (False, True):
+        monkeypatch.setattr(_plans, "may_use_tf32", lambda dtype, allowed=allowed: allowed)
+        names.add((local._name(call), cases.of(*call[:4], want_preact=False, device="cuda").key))
+    assert len(names) == len({name for name, _ in names}) == len({key for _, key in names}) == 2

@@ -268,6 +268,7 @@ def _name(call: Call) -> tuple[object, ...]:
     facts: list[object] = [a.device, a.dtype, call.out_dtype, a.shape, a.stride(), b.shape, b.stride()]
     facts += [e.bias is None, e.residual is None, e.alpha == 1.0, e.activation == "none"]
     facts += [call.want_preact, into is None, None if e.gate is None else e.gate.stride()]
+    facts.append(_plans.may_use_tf32(a.dtype))  # a switch of the process: other kernels, with other tiles
     if a.is_cuda:
         facts += [x.data_ptr() % 16 for x in (a, b, e.gate) if x is not None]
     else:
