@@ -30,9 +30,10 @@ _HOPPER = tuple(
     f"{tile}/{cluster}"
     for tile in ("128x256x64", "256x128x64", "256x192x64", "128x192x64", "128x128x64", "192x192x64")
     for cluster in _CLUSTERS
-) + tuple(f"64x128x64s/{cluster}" for cluster in ("1x1", "1x1x2", "1x1x4", "1x1x8"))
+)
 
-# Tiles by kernel, for --tiles; those of the Hopper kernel with their clusters.
+# Tiles by kernel, for --tiles; those of the Hopper kernel with their clusters. Not the swapped ones, of which there are
+# two hundred.
 TILES = {
     "hopper": _HOPPER,
     "portable": ("128x256x32", "128x128x32", "64x64x32"),

@@ -148,7 +148,7 @@ void check_keys() {
 void check_sums_count() {
   const Problem p{8192, 8192, 3584, 1};
   const auto elements = [](const GemmPlan& g) {
-    const TileShape& t = kTileShapes[static_cast<int>(g.tile)];
+    const TileShape t = tile_shape(g.tile);
     return t.bm * t.bn;
   };
   for (const int32_t world : {2, 4, 8}) {

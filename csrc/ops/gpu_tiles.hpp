@@ -21,13 +21,9 @@ inline void check_gpu_tile(std::string_view text, Element element) {
     tiles_named(text, sm80::tile_shapes(element));
   } catch (const std::invalid_argument& error) {
     if (element != Element::kBf16 && element != Element::kFp16) throw;
-    std::string names;
-    for (int t = 0; t < sm90a::kNumTiles; ++t) {
-      names += (names.empty() ? "" : ", ") + sm90a::name(static_cast<sm90a::TileId>(t));
-    }
-    throw std::invalid_argument(std::string(error.what()) + " The Hopper kernel has " + names +
-                                ", each also with a cluster, such as " + name(sm90a::kTileShapes[0]) +
-                                "/2x1.");
+    throw std::invalid_argument(std::string(error.what()) + " The Hopper kernel has " +
+                                sm90a::tile_names(false) + ", each also with a cluster, such as " +
+                                name(sm90a::tile_shape(sm90a::TileId::k128x256)) + "/2x1.");
   }
 }
 

@@ -65,7 +65,7 @@ Found find(const tpk::Problem& p, tpk::Element element, const std::string& devic
       const auto residency = tpk::sm90a::full_residency(multiprocessors > 0 ? multiprocessors : 132);
       const auto g =
           tpk::sm90a::plan_gemm(p, schedule, workers, splits, tile, demands, residency, {}, groups);
-      return {g.plan, tpk::sm90a::kTileShapes[static_cast<int>(g.tile)], g.cluster, is_swapped(g.tile)};
+      return {g.plan, tpk::sm90a::tile_shape(g.tile), g.cluster, is_swapped(g.tile)};
     }
     const bool sm80 = device == "sm80";
     const int64_t count = multiprocessors > 0 ? multiprocessors : sm80 ? 108 : 132;

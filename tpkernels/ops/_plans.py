@@ -12,6 +12,23 @@ import torch
 
 from tpkernels import _extensions
 
+# CTAs of a cluster along M, N and, in swapped tiles alone, K.
+_CLUSTERS = ("2x1", "1x2", "1x1")
+_SWAPPED_CLUSTERS = (
+    (2, 1, 1), (1, 2, 1), (1, 1, 1), (2, 2, 1), (4, 1, 1), (4, 2, 1), (1, 1, 2), (2, 1, 2), (1, 2, 2), (2, 2, 2),
+    (1, 1, 4), (2, 1, 4), (1, 2, 4), (1, 1, 8),
+)  # fmt: skip
+
+# For products of less than a few waves: the kernel computes the transpose, each CTA a tile of its own. A part of a
+# tile's rows, where CTAs along N share them, is whole groups of 8.
+SWAPPED_TILES = tuple(
+    f"{rows}x{columns}x64s/{m}x{n}" + (f"x{k}" if k > 1 else "")
+    for columns in (64, 128)
+    for rows in range(16, 129, 16)
+    for m, n, k in _SWAPPED_CLUSTERS
+    if rows // n % 8 == 0
+)
+
 # Tiles of each kernel by name, as the tile argument takes them; those of Hopper with their clusters. The portable
 # kernel's are those of half precision.
 _PORTABLE = ("128x256x32", "128x128x32", "64x64x32")
@@ -22,10 +39,9 @@ TILES = {
     "sm90": tuple(
         f"{tile}/{cluster}"
         for tile in ("128x256x64", "256x128x64", "256x192x64", "128x192x64", "128x128x64", "192x192x64")
-        for cluster in ("2x1", "1x2", "1x1")
+        for cluster in _CLUSTERS
     )
-    # For few rows: the kernel computes the transpose. 1x1x4 is a cluster of four CTAs along K.
-    + tuple(f"64x128x64s/{cluster}" for cluster in ("1x1", "1x1x2", "1x1x4", "1x1x8")),
+    + SWAPPED_TILES,
 }
 
 
@@ -36,7 +52,7 @@ WIDE_TILES = {
     "float64": ("128x128x16", "64x64x16"),
 }
 
-_MOST_FEW_ROWS = 64  # kMostFewRows of csrc/kernels/sm90a/plan.hpp
+_MOST_SWAPPED = 8  # kMostSwapped of csrc/kernels/sm90a/plan.hpp
 
 
 class Product(NamedTuple):
@@ -149,26 +165,32 @@ def tile_name(one: dict[str, Any], machine: Machine) -> str:
 
 
 def tiles_of(product: Product, machine: Machine, serves_ranks: bool = False) -> list[str]:
-    """Tiles that a product may get. The Hopper kernel halves the columns of a gated one, in multiples of 64, and not
-    with eight CTAs along K; its swapped tiles are for few rows, of one product, that no other rank waits for
-    (``serves_ranks``) or sends.
+    """Tiles that a product may get. The Hopper kernel halves the columns of a gated one, in multiples of 64; its
+    swapped tiles are for one product, whose rows no other rank waits for (``serves_ranks``) or sends.
     """
     names = TILES[machine.architecture]
     if machine.architecture != "cpu":
         names = WIDE_TILES.get(product.dtype, names)
     if machine.architecture != "sm90":
         return list(names)
-    if product.m > _MOST_FEW_ROWS or product.group_sizes or serves_ranks:
+    if product.group_sizes or serves_ranks:
         names = tuple(name for name in names if "s/" not in name)
     if product.gated:
-        names = tuple(n for n in names if int(n.split("x")[1]) % 128 == 0 and not n.endswith("/1x1x8"))
+        names = tuple(name for name in names if int(name.split("x")[1]) % 128 == 0)
     return list(names)
 
 
 def candidates(product: Product, machine: Machine) -> list[dict[str, Any]]:
-    """The best plan of every tile, cheapest first: the first is what the kernel takes."""
+    """The best plan of every tile, of swapped ones the cheapest, cheapest first: the first is what the kernel takes."""
+
+    def cheapest(names: list[str]) -> list[dict[str, Any]]:
+        found = [plan(product, machine, tile=name) for name in names]
+        return sorted(found, key=lambda one: float(one["predicted_us"]))
+
     chosen = plan(product, machine)
-    others = [plan(product, machine, tile=tile) for tile in tiles_of(product, machine)]
+    names = tiles_of(product, machine)
+    swapped = cheapest([name for name in names if "s/" in name])[:_MOST_SWAPPED]
+    others = cheapest([name for name in names if "s/" not in name]) + swapped
     return [chosen] + sorted((p for p in others if p != chosen), key=lambda p: float(p["predicted_us"]))
 
 

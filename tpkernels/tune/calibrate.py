@@ -210,8 +210,8 @@ def _matters(kind: str, tile: str) -> frozenset[str]:
     """Constants that a plain product on this tile may depend on."""
     names = [name.partition(" ") for name in constants.read(kind)]
     unused = {"finish_us", "outer_us", "owner_us", "addend_us", "departing_split_us"}
-    if "s/" not in tile:  # of swapped tiles alone
-        unused |= {"few_bytes_per_us", "meet_us", "meet_more_us", "deep_us"}
+    if "s/" in tile:  # whose model has constants of its own, which are not fitted
+        return frozenset()
     mine = {"", tile, tile.partition("/")[0]}
     return frozenset("".join(name) for name in names if name[2] in mine and name[0] not in unused)
 

@@ -16,17 +16,21 @@ namespace tpk::sm90a {
 enum class Major : int32_t { kK, kOuter };
 
 // CTAs of a cluster: those along M share B, those along N share A, by multicast of each other's loads. Those
-// along K (swapped tiles alone) work on one tile, take its iterations in turn, and add what they have through
-// each other's shared memory.
+// along K (swapped tiles alone: one_tile.hpp) work on one tile, take its iterations in turn, and add what
+// they have through each other's shared memory.
 struct ClusterShape {
   int32_t m = 1;
   int32_t n = 1;
   int32_t k = 1;
   constexpr int32_t size() const { return m * n * k; }
 };
-inline constexpr ClusterShape kClusterShapes[] = {{2, 1}, {1, 2}, {1, 1}, {1, 1, 2}, {1, 1, 4}, {1, 1, 8}};
-constexpr int kNumClusterShapes = 6;
-constexpr int kMostDepth = 8;  // CTAs along K
+// The first three are those of tiles that are not swapped.
+inline constexpr ClusterShape kClusterShapes[] = {{2, 1},    {1, 2},    {1, 1},    {2, 2},    {4, 1},
+                                                  {4, 2},    {1, 1, 2}, {2, 1, 2}, {1, 2, 2}, {2, 2, 2},
+                                                  {1, 1, 4}, {2, 1, 4}, {1, 2, 4}, {1, 1, 8}};
+constexpr int kNumClusterShapes = 14;
+constexpr int kNumWalkingClusters = 3;
+static_assert(std::size(kClusterShapes) == kNumClusterShapes);
 
 constexpr int cluster_index(ClusterShape c) {
   int i = 0;
@@ -52,7 +56,6 @@ struct TileConfig {
   static constexpr int kBN = BN;
   static constexpr int kStages = Stages;
   static constexpr bool kPingpong = Pingpong;
-  static constexpr bool kSwapped = false;
   static constexpr int kConsumers = Consumers;                    // warpgroups that multiply
   static constexpr int kThreads = kWarpgroup * (1 + kConsumers);  // and one that loads
 
@@ -81,13 +84,6 @@ struct TileConfig {
   static_assert(kAccumulators <= 192, "More accumulators would spill.");
 };
 
-// The kernel computes the transpose, with N of the product as its rows and M, which is small, as its columns,
-// so that the 64 rows of wgmma are columns of weights, and not padding. kBM and kBN are the kernel's.
-template <int BN, int Stages>
-struct SwappedTileConfig : TileConfig<128, BN, Stages, false> {
-  static constexpr bool kSwapped = true;
-};
-
 // Of 8-bit operands with scales: twice the elements in the same bytes. The consumers need registers for 64 x
 // 128 products beside their sums: scaled.cuh.
 template <int BM, int BN, int Stages>
@@ -100,6 +96,13 @@ struct ScaledTileConfig : TileConfig<BM, BN, Stages, false> {
   static_assert(BN % 128 == 0, "A product has 128 columns, and one scale of B where blocks are square.");
 };
 
+// Swapped tiles are 16 to 128 rows high, in steps of 16, and 64 or 128 columns wide.
+constexpr int kNumHeights = 8;
+constexpr int kHeightStep = 16;
+constexpr int kNumWidths = 2;
+
+// First the tiles of the kernel that walks a schedule, then the swapped ones of the kernel that does not
+// (one_tile.cuh), in the order of widths and heights, then those of 8-bit operands.
 enum class TileId : int32_t {
   k128x256,
   k256x128,
@@ -107,8 +110,8 @@ enum class TileId : int32_t {
   k128x192,
   k128x128,
   k192x192,
-  k64x128s,
-  kScaled128x256,
+  kFirstSwapped,
+  kScaled128x256 = kFirstSwapped + kNumHeights * kNumWidths,
   kScaled128x128
 };
 using Tile128x256 = TileConfig<128, 256, 4, false>;
@@ -117,48 +120,55 @@ using Tile256x192 = TileConfig<256, 192, 3, false>;
 using Tile128x192 = TileConfig<128, 192, 5, true>;
 using Tile128x128 = TileConfig<128, 128, 6, true>;
 using Tile192x192 = TileConfig<192, 192, 4, false, 3>;
-using Tile64x128s = SwappedTileConfig<64, 8>;
 using ScaledTile128x256 = ScaledTileConfig<128, 256, 4>;
 using ScaledTile128x128 = ScaledTileConfig<128, 128, 6>;
 
-// In the order of TileId: the tile of one CTA, as rows and columns of the product (not of the kernel, where
-// they may be swapped).
-inline constexpr TileShape kTileShapes[] = {{128, 256, kBK}, {256, 128, kBK},       {256, 192, kBK},
-                                            {128, 192, kBK}, {128, 128, kBK},       {192, 192, kBK},
-                                            {64, 128, kBK},  {128, 256, kScaledBK}, {128, 128, kScaledBK}};
-inline constexpr bool kIsPingpong[] = {false, false, false, true, true, false, false, false, false};
-constexpr int kNumTiles = 7;  // of 2-byte operands, which come first
+constexpr int kNumWalkingTiles = static_cast<int>(TileId::kFirstSwapped);
+constexpr int kNumTiles = static_cast<int>(TileId::kScaled128x256);  // of 2-byte operands, which come first
 constexpr int kNumScaledTiles = 2;
 constexpr int kNumAllTiles = kNumTiles + kNumScaledTiles;
-static_assert(std::size(kTileShapes) == kNumAllTiles && std::size(kIsPingpong) == kNumAllTiles &&
-                  static_cast<int>(TileId::kScaled128x128) == kNumAllTiles - 1,
-              "Tables follow TileId.");
 
-constexpr bool is_swapped(TileId id) { return id == TileId::k64x128s; }
 constexpr bool is_scaled(TileId id) { return static_cast<int>(id) >= kNumTiles; }
+constexpr bool is_swapped(TileId id) {
+  return static_cast<int>(id) >= kNumWalkingTiles && static_cast<int>(id) < kNumTiles;
+}
+constexpr TileId swapped_tile(int height, int width) {
+  return static_cast<TileId>(kNumWalkingTiles + (width / 64 - 1) * kNumHeights + height / kHeightStep - 1);
+}
 constexpr int element_bytes(TileId id) { return is_scaled(id) ? 1 : kElementBytes; }
 
-// Clusters that a tile is compiled for.
+// The tile of one CTA, as rows and columns of the product (not of the kernel, where they may be swapped).
+constexpr TileShape tile_shape(TileId id) {
+  constexpr TileShape kWalking[] = {{128, 256, kBK}, {256, 128, kBK}, {256, 192, kBK},
+                                    {128, 192, kBK}, {128, 128, kBK}, {192, 192, kBK}};
+  static_assert(std::size(kWalking) == kNumWalkingTiles);
+  if (is_scaled(id)) return {128, id == TileId::kScaled128x256 ? 256 : 128, kScaledBK};
+  if (!is_swapped(id)) return kWalking[static_cast<int>(id)];
+  const int i = static_cast<int>(id) - kNumWalkingTiles;
+  return {(i % kNumHeights + 1) * kHeightStep, (i / kNumHeights + 1) * 64, kBK};
+}
+
+constexpr bool is_pingpong(TileId id) { return id == TileId::k128x192 || id == TileId::k128x128; }
+
+// Clusters that a tile is compiled for. Each CTA loads a part of what others need, too: whole groups of 8
+// rows.
 constexpr bool takes_cluster(TileId id, ClusterShape c) {
-  return is_swapped(id) ? c.m == 1 && c.n == 1 : c.k == 1;
+  if (!is_swapped(id)) return cluster_index(c) < kNumWalkingClusters;
+  return tile_shape(id).bm / c.n % 8 == 0;
 }
 
 // Parts of a partial tile: one for every warpgroup that works on it.
-inline int parts_per_cta(TileId id) {
-  constexpr int kParts[] = {2, 2, 2, 1, 1, 3, 2, 2, 2};
-  static_assert(std::size(kParts) == kNumAllTiles);
-  return kParts[static_cast<int>(id)];
-}
+constexpr int parts_per_cta(TileId id) { return is_pingpong(id) ? 1 : id == TileId::k192x192 ? 3 : 2; }
 
 // The tile of a cluster, which is what schedules count.
 inline TileShape cluster_tile(TileId id, ClusterShape c) {
-  const TileShape& t = kTileShapes[static_cast<int>(id)];
+  const TileShape t = tile_shape(id);
   return {t.bm * c.m, t.bn * c.n, t.bk * c.k};
 }
 
 // "128x256x64" is the tile of a CTA, "64x128x64s" one that is swapped.
 inline std::string name(TileId id) {
-  const TileShape& t = kTileShapes[static_cast<int>(id)];
+  const TileShape t = tile_shape(id);
   return std::to_string(t.bm) + "x" + std::to_string(t.bn) + "x" + std::to_string(t.bk) +
          (is_swapped(id) ? "s" : "");
 }

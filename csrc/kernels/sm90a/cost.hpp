@@ -5,9 +5,7 @@
 //   work = max over workers (iterations + epilogues + fix-up)
 //   memory = bytes / bandwidth, every operand once
 //
-// Swapped tiles: fitted to which cluster is best for 42 products of 1 to 64 rows on one H200 (the one chosen
-// loses 0.9 % on average, 6 % at most; docs/hopper-kernel.md, "Few rows"). Their bandwidth is above that of
-// an H200, so that plans differ by what their workers do on any device.
+// Of swapped tiles: one_tile_cost.hpp.
 //
 // Fitted on an H100 to 27 shapes on every tile and cluster, by data_parallel and hybrid_aligned, in two runs;
 // rms error 7 %, and the plan chosen loses 1 % against the fastest. `python -m bench fit` fits again. An
@@ -44,12 +42,9 @@ struct HopperCost {
   double addend_us;  // one of them, likewise
   double departing_split_us;  // departure: where tiles are split
   double outer_us;            // 128x128 with both operands outer-major: of an iteration, beside that
-  double few_bytes_per_us;    // of device memory, as swapped tiles read it
-  double meet_us;             // CTAs along K: adding what they have of a tile, beside everything else
-  double meet_more_us;        // likewise, of each 16 tokens beyond the first
-  double deep_us;             // then: beside that, once
-  double iter_us[kNumTiles][kNumClusterShapes];  // one iteration, in the order of TileId and kClusterShapes
-  double epilogue_us[kNumTiles];                 // one tile: what is not hidden
+  double iter_us[kNumWalkingTiles]
+                [kNumWalkingClusters];   // one iteration, in the order of TileId and kClusterShapes
+  double epilogue_us[kNumWalkingTiles];  // one tile: what is not hidden
 };
 
 inline constexpr HopperCost kCostHopper{5.1,
@@ -66,18 +61,13 @@ inline constexpr HopperCost kCostHopper{5.1,
                                         1.6,
                                         25,
                                         0.035,
-                                        4.5e+06,
-                                        0.8,
-                                        0.9,
-                                        3.0,
                                         {{0.772, 0.776, 0.779},
                                          {0.776, 0.774, 0.774},
                                          {1.171, 1.166, 1.165},
                                          {0.600, 0.604, 0.650},
                                          {0.413, 0.398, 0.427},
-                                         {0.874, 0.874, 0.884},
-                                         {0, 0, 0.33, 0.33, 0.33, 0.33}},
-                                        {2.15, 1.99, 5.62, 0.77, 0.43, 2.33, 0.5}};
+                                         {0.874, 0.874, 0.884}},
+                                        {2.15, 1.99, 5.62, 0.77, 0.43, 2.33}};
 
 // What plans are made with; see CostInUse.
 inline constinit CostInUse<HopperCost> hopper_cost{kCostHopper};
@@ -136,10 +126,8 @@ struct Demands {
   int64_t matrices = 1;      // of B: the groups of a grouped product
   Product product = Product::kHalf;
   bool keeps_rows = false;  // other ranks are served by rows of tiles, which may not be swapped then
+  bool outer_rows = false;  // A is outer-major
 };
-
-// See divided_shares(). Swapped tiles have one finisher: where CTAs along K do not serve, sums are short.
-inline int64_t shares_of(TileId tile, const Schedule& s) { return is_swapped(tile) ? 0 : divided_shares(s); }
 
 // What a worker's work is made of.
 struct WorkCost {
@@ -151,7 +139,7 @@ struct WorkCost {
 inline WorkCost work_cost(TileId tile, ClusterShape cluster, const Demands& demands, const HopperCost& c) {
   const int t = static_cast<int>(tile);
   const int shape = cluster_index(cluster);
-  const double elements = static_cast<double>(kTileShapes[t].bm) * kTileShapes[t].bn / 32768;
+  const double elements = static_cast<double>(tile_shape(tile).bm) * tile_shape(tile).bn / 32768;
   if (is_scaled(tile)) {
     const int of = t - kNumTiles;
     const int product = std::max(0, static_cast<int>(demands.product) - 1);
@@ -159,9 +147,9 @@ inline WorkCost work_cost(TileId tile, ClusterShape cluster, const Demands& dema
             kCostScaled.epilogue_us[of] + (demands.finishes ? c.finish_us * elements : 0), elements};
   }
   // A pingpong tile's partials are written and added by one warpgroup.
-  const double part = kIsPingpong[t] ? 2 * elements : elements;
+  const double part = is_pingpong(tile) ? 2 * elements : elements;
   const double epilogue =
-      c.epilogue_us[t] + (demands.finishes && !kIsPingpong[t] ? c.finish_us * elements : 0);
+      c.epilogue_us[t] + (demands.finishes && !is_pingpong(tile) ? c.finish_us * elements : 0);
   const bool reads_slowly = demands.outer_major && tile == TileId::k128x128;
   const double iter = c.iter_us[t][shape] + (reads_slowly ? c.outer_us : 0);
   return {iter, epilogue, part};
@@ -171,7 +159,7 @@ inline WorkCost work_cost(TileId tile, ClusterShape cluster, const Demands& dema
 inline double work_us(const Problem& p, const Schedule& s, TileId tile, ClusterShape cluster, int64_t running,
                       const Demands& demands, const HopperCost& c) {
   const auto [iter, epilogue, part] = work_cost(tile, cluster, demands, c);
-  const int64_t shares = s.workers <= running ? shares_of(tile, s) : 0;
+  const int64_t shares = s.workers <= running ? divided_shares(s) : 0;
   double work = 0;
   // The first workers have the most whole tiles, and shares differ by one granule or less: a few tell.
   const int64_t last = s.workers - 1;
@@ -193,17 +181,13 @@ inline double work_us(const Problem& p, const Schedule& s, TileId tile, ClusterS
 // reread_bytes: brought from device memory beside every operand once.
 inline double total_us(const Problem& p, const Schedule& s, TileId tile, ClusterShape cluster,
                        int64_t running, double work, double reread_bytes, const HopperCost& c) {
-  const int64_t shares = s.workers <= running ? shares_of(tile, s) : 0;
+  const int64_t shares = s.workers <= running ? divided_shares(s) : 0;
   const double bytes = static_cast<double>(p.batch) *
                            ((static_cast<double>(p.m) + p.n) * p.k * element_bytes(tile) + 2.0 * p.m * p.n) +
                        reread_bytes;
-  const double memory = bytes / (is_swapped(tile) ? c.few_bytes_per_us : c.bytes_per_us);
+  const double memory = bytes / c.bytes_per_us;
   const double split = shares > 0 ? c.divided_us : s.num_slots > 0 ? c.split_launch_us : 0;
-  const double tiles = cluster.k > 1 ? static_cast<double>(count_work(s, 0).epilogues) : 0;  // of a worker
-  const auto units = static_cast<double>(ceil_div(min64(p.m, kTileShapes[static_cast<int>(tile)].bm), 16));
-  const double meet = c.meet_us + c.meet_more_us * std::max(0.0, units - 1);
-  const double deep = cluster.k > 1 ? c.deep_us + meet * std::max(1.0, tiles) : 0;
-  return c.launch_us + split + deep + std::max(work, memory) + c.overlap * std::min(work, memory);
+  return c.launch_us + split + std::max(work, memory) + c.overlap * std::min(work, memory);
 }
 
 // What a departure takes beside that: sums of own tiles, which lie close together in time, for all workers.

@@ -27,26 +27,21 @@ inline constexpr struct {
     {"addend_us", &HopperCost::addend_us},
     {"departing_split_us", &HopperCost::departing_split_us},
     {"outer_us", &HopperCost::outer_us},
-    {"few_bytes_per_us", &HopperCost::few_bytes_per_us},
-    {"meet_us", &HopperCost::meet_us},
-    {"meet_more_us", &HopperCost::meet_more_us},
-    {"deep_us", &HopperCost::deep_us},
 };
 static_assert(sizeof(HopperCost) ==
-                  sizeof(double) * (std::size(kCostScalars) + kNumTiles * kNumClusterShapes + kNumTiles),
+                  sizeof(double) *
+                      (std::size(kCostScalars) + kNumWalkingTiles * kNumWalkingClusters + kNumWalkingTiles),
               "kCostScalars must name every number of HopperCost.");
 
 // Every constant with its name: "launch_us", "iter_us 128x256x64/2x1", "epilogue_us 128x256x64".
 template <class Cost, class Visit>
 void visit_constants(Cost& cost, const Visit& visit) {
   for (const auto& scalar : kCostScalars) visit(scalar.name, cost.*scalar.field);
-  for (int t = 0; t < kNumTiles; ++t) {
+  for (int t = 0; t < kNumWalkingTiles; ++t) {
     const auto tile = static_cast<TileId>(t);
     visit("epilogue_us " + name(tile), cost.epilogue_us[t]);
-    for (int c = 0; c < kNumClusterShapes; ++c) {
-      if (takes_cluster(tile, kClusterShapes[c]))
-        visit("iter_us " + name(tile, kClusterShapes[c]), cost.iter_us[t][c]);
-    }
+    for (int c = 0; c < kNumWalkingClusters; ++c)
+      visit("iter_us " + name(tile, kClusterShapes[c]), cost.iter_us[t][c]);
   }
 }
 

@@ -33,12 +33,13 @@ struct ClusterLaunch {
   cudaLaunchConfig_t config{};
   cudaLaunchAttribute attributes[2] = {};
 
-  ClusterLaunch(int64_t clusters, ClusterShape shape, const KernelInfo& kernel, cudaStream_t stream) {
+  // clusters: the grid, in clusters, which lie along x.
+  ClusterLaunch(dim3 clusters, ClusterShape shape, const KernelInfo& kernel, cudaStream_t stream) {
     attributes[0].id = cudaLaunchAttributeClusterDimension;
     attributes[0].val.clusterDim.x = static_cast<unsigned>(shape.size());
     attributes[0].val.clusterDim.y = 1;
     attributes[0].val.clusterDim.z = 1;
-    config.gridDim = dim3(static_cast<unsigned>(clusters * shape.size()));
+    config.gridDim = dim3(clusters.x * static_cast<unsigned>(shape.size()), clusters.y, clusters.z);
     config.blockDim = dim3(static_cast<unsigned>(kernel.threads));
     config.dynamicSmemBytes = kernel.shared_bytes;
     config.stream = stream;
@@ -109,16 +110,19 @@ class DeviceCache {
       if (found != residency_.end()) return found->second;
     }
     Residency r;
+    std::map<std::pair<const void*, int32_t>, int> counts;  // by kernel and size of cluster
     for (int t = 0; t < kNumAllTiles; ++t) {
       const KernelInfo kernel = find_kernel(static_cast<TileId>(t), Element::kBf16, Major::kK, Major::kK);
       prepare(device, kernel);
       for (int c = 0; c < kNumClusterShapes; ++c) {
         if (!takes_cluster(static_cast<TileId>(t), kClusterShapes[c])) continue;
-        const ClusterLaunch launch(1, kClusterShapes[c], kernel, nullptr);
-        int count = 0;
-        check_cuda(cudaOccupancyMaxActiveClusters(&count, kernel.function, &launch.config),
-                   "cudaOccupancyMaxActiveClusters");
-        r.clusters[t][c] = count;
+        const auto [count, is_new] = counts.insert({{kernel.function, kClusterShapes[c].size()}, 0});
+        if (is_new) {
+          const ClusterLaunch launch(dim3(1), kClusterShapes[c], kernel, nullptr);
+          check_cuda(cudaOccupancyMaxActiveClusters(&count->second, kernel.function, &launch.config),
+                     "cudaOccupancyMaxActiveClusters");
+        }
+        r.clusters[t][c] = count->second;
       }
     }
     const std::lock_guard lock(mutex_);
@@ -142,6 +146,7 @@ class DeviceCache {
             demands.outer_major,
             static_cast<int>(demands.product),
             demands.keeps_rows,
+            demands.outer_rows,
             ranks.key() + (call.groups != nullptr ? call.groups->key() : ""),
             std::string(call.schedule),
             std::string(call.tile),
@@ -155,9 +160,8 @@ class DeviceCache {
         plan_gemm(p, call.schedule, call.workers, call.splits, call.tile, demands, r, ranks, call.groups);
     const Plan& plan = made.gemm.plan;
     // A share may have rows that wait for other ranks; one finisher of a tile does so alone.
-    made.shares = ranks.direction == Direction::kDeparture
-                      ? 0
-                      : static_cast<int32_t>(shares_of(made.gemm.tile, plan.schedule));
+    made.shares =
+        ranks.direction == Direction::kDeparture ? 0 : static_cast<int32_t>(divided_shares(plan.schedule));
     made.opening = open_schedule(plan.schedule, plan.order, made.shares);
     return plans_[std::move(key)] = made;
   }
@@ -181,7 +185,7 @@ class DeviceCache {
 
  private:
   using Key = std::tuple<int64_t, int64_t, int64_t, int64_t, int, int, int64_t, int64_t, bool, bool, bool,
-                         int, bool, std::string, std::string, std::string, const HopperCost*>;
+                         int, bool, bool, std::string, std::string, std::string, const HopperCost*>;
   static constexpr size_t kMaxPlans = 1024;
   std::mutex mutex_;
   std::set<std::pair<int, const void*>> prepared_;

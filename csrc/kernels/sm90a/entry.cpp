@@ -14,6 +14,8 @@
 
 #include "kernels/sm90a/clear.hpp"
 #include "kernels/sm90a/device.hpp"
+#include "kernels/sm90a/matrices.hpp"
+#include "kernels/sm90a/one_tile_launch.hpp"
 #include "kernels/sm90a/operands.hpp"
 #include "kernels/sm90a/params.hpp"
 #include "kernels/sm90a/tensor_map.hpp"
@@ -24,17 +26,6 @@ namespace {
 // Nothing is wrong, but another kernel has to do it.
 struct Refusal {
   std::string sentence;
-};
-
-struct PairView {
-  OperandView a;
-  OperandView b;
-};
-
-struct Operands : PairView {
-  PairView more[kMaxPairs - 1];
-  OperandView gate;
-  OperandView own;  // rows of a; no data: none
 };
 
 OperandView take_operand(const char* name, const std::optional<OperandView>& view) {
@@ -106,59 +97,19 @@ Operands read_operands(const GemmCall& c) {
   return o;
 }
 
-// A stride that is never multiplied by anything but 0 does not matter, whatever it says.
-Output output_of(const Matrix& m, const Problem& p) {
-  const int64_t bytes = bytes_of(m.kind);
-  const bool whole_lines = p.n * bytes % 16 == 0 && view_output(m, p.batch, p.m, p.n).has_value();
-  return {m.data, p.batch > 1 ? m.batch_stride * bytes : 0, p.m > 1 ? m.row_stride * bytes : 0,
-          m.col_stride * bytes, whole_lines};
-}
-
-Addend addend_of(const Matrix& m, const Problem& p) {
-  const Output o = output_of(m, p);
-  return {o.data, o.batch_stride, o.row_stride, o.col_stride, m.kind};
-}
-
-// Boxes of an operand's stage: `extent` of the tile, shared with the cluster's other CTA or not.
-CUtensorMap operand_map(const OperandView& o, Element element, int64_t extent, bool halves) {
-  const auto kind = element == Element::kBf16 ? ScalarKind::kBf16 : ScalarKind::kFp16;
-  if (o.major == Major::kK) {
-    const auto rows = static_cast<uint32_t>(halves ? extent / 2 : extent);
-    if (element == Element::kFp8) return encode_byte_map(o.tensor, kScaledBK, rows);
-    return encode_tensor_map(o.tensor, kind, kBK, rows);
-  }
-  return encode_tensor_map(o.tensor, kind, kChunkOuter, kBK);
-}
-
 void fill_maps(GemmParams& p, const GemmCall& c, const Operands& o, const GemmPlan& plan) {
-  const TileShape& tile = kTileShapes[static_cast<int>(plan.tile)];
-  const bool swapped = is_swapped(plan.tile);  // then the kernel's A is the product's B
-  const bool share_a = plan.cluster.n > 1;
-  const bool share_b = plan.cluster.m > 1;
-  // What is shared is loaded in halves of the rows, or, outer-major, in halves of K.
-  const auto half_k = [&](const OperandView& v, bool shared) { return v.major == Major::kOuter && shared; };
-  const auto kind = c.element == Element::kBf16 ? ScalarKind::kBf16 : ScalarKind::kFp16;
-  const auto map_a = [&](const OperandView& v) {
-    return half_k(v, share_a) ? encode_tensor_map(v.tensor, kind, kChunkOuter, kBK / 2)
-                              : operand_map(v, c.element, tile.bm, share_a);
-  };
-  const auto map_b = [&](const OperandView& v) {
-    return half_k(v, share_b) ? encode_tensor_map(v.tensor, kind, kChunkOuter, kBK / 2)
-                              : operand_map(v, c.element, tile.bn, share_b || p.gated);
-  };
-  // No more tokens than there are, where a tile has all of them.
-  const int64_t rows = swapped && !share_a && o.a.major == Major::kK && c.problem.m < tile.bm
-                           ? ceil_div(c.problem.m, 8) * 8
-                           : tile.bm;
-  p.stage_bytes = static_cast<uint32_t>((tile.bn + rows) * kSwizzleBytes);
+  const TileShape tile = tile_shape(plan.tile);
+  const int32_t share_a = plan.cluster.n;
+  const int32_t share_b = plan.cluster.m;
   const auto maps = [&](const PairView& v) {
-    if (!swapped) return PairMaps{map_a(v.a), map_b(v.b)};
-    return PairMaps{map_b(v.b), rows < tile.bm ? operand_map(v.a, c.element, rows, false) : map_a(v.a)};
+    return PairMaps{
+        operand_map(v.a, c.element, tile.bm, share_a),
+        operand_map(v.b, c.element, p.gated ? tile.bn / 2 : tile.bn, p.gated ? 1 : share_b, share_b)};
   };
   p.pair_ends = pair_ends(c);
   p.pairs[0] = maps(o);
   for (int i = 0; i < c.num_more; ++i) p.pairs[i + 1] = maps(o.more[i]);
-  if (p.gated) p.map_gate = map_b(o.gate);
+  if (p.gated) p.map_gate = maps({o.a, o.gate}).b;
   if (o.own.tensor.data != nullptr) {
     const RankRows& ranks = c.hooks->arrival.ranks;
     p.map_own = operand_map(o.own, c.element, tile.bm, share_a);
@@ -167,9 +118,8 @@ void fill_maps(GemmParams& p, const GemmCall& c, const Operands& o, const GemmPl
     const int32_t end = ranks.row_end[ranks.rank];
     p.own_end = end == c.problem.m ? std::numeric_limits<int32_t>::max() : end;
   }
-  const int32_t step_a = c.groups != nullptr ? 0 : o.a.batch_step;
-  p.batch_step_a = swapped ? o.b.batch_step : step_a;
-  p.batch_step_b = swapped ? step_a : o.b.batch_step;
+  p.batch_step_a = c.groups != nullptr ? 0 : o.a.batch_step;
+  p.batch_step_b = o.b.batch_step;
 }
 
 // Blocks of own rows that are added: see owner.cuh. box_rows: 64, or of all parts of a tile. batches of
@@ -197,7 +147,7 @@ void fill_departure(GemmParams& p, const GemmCall& c, TileId tile) {
   if (q.m == 0) return;
   // Parts of a tile follow each other where each is one block of 64 rows.
   const int64_t parts = parts_per_cta(tile);
-  const int64_t box_rows = kTileShapes[static_cast<int>(tile)].bm == 64 * parts ? 64 * parts : 64;
+  const int64_t box_rows = tile_shape(tile).bm == 64 * parts ? 64 * parts : 64;
   p.map_slots = addend_map(h.slots, kind, box_rows, q.m, h.row_stride, h.ranks.world, h.slot_stride);
   if (c.residual.data == nullptr) return;
   p.map_residual = addend_map(c.residual.data, kind, box_rows, q.m, h.row_stride, 1, h.row_stride * q.m);
@@ -221,7 +171,6 @@ void fill_epilogue(GemmParams& p, const GemmCall& c, TileId tile) {
   const auto add_late = [&](const Matrix& m) {
     if (p.num_late == 0)
       p.late_staged = p.preact.data == nullptr && bytes_of(m.kind) == 2 && output_of(m, q).aligned;
-    if (bytes_of(m.kind) == 2 && output_of(m, q).aligned) p.late_whole |= 1u << p.num_late;
     p.late[p.num_late++] = addend_of(m, q);
   };
   if (c.residual.data != nullptr) add_late(c.residual);
@@ -235,7 +184,7 @@ void fill_epilogue(GemmParams& p, const GemmCall& c, TileId tile) {
 void fill_doorbell_targets(GemmParams& p, const GemmPlan& plan) {
   DoorbellHook& h = p.hooks.doorbell;
   if (h.counters == nullptr) return;
-  const TileShape& tile = kTileShapes[static_cast<int>(plan.tile)];
+  const TileShape tile = tile_shape(plan.tile);
   const int64_t columns = ceil_div(p.problem.n, p.gated ? tile.bn / 2 : tile.bn);
   // A CTA's warps count what they store in units: 64 rows, of all its warps, times 32 columns.
   const int64_t units = int64_t{4} * (tile.bm / 64) * (tile.bn / 32);
@@ -263,7 +212,7 @@ Workspace workspace_of(const GemmPlan& plan, const GemmHooks* hooks) {
   const bool has_ticket = hooks != nullptr && hooks->departure.ticket != nullptr;
   if (s.num_slots == 0 && (s.turns <= 1 || has_ticket)) return {};
   constexpr int64_t kLine = Workspace::kLine;
-  const TileShape& tile = kTileShapes[static_cast<int>(plan.tile)];
+  const TileShape tile = tile_shape(plan.tile);
   const int64_t parts = plan.cluster.size() * parts_per_cta(plan.tile);
   const int64_t flag_bytes = ceil_div(s.num_slots * parts * 4, kLine) * kLine;
   const int64_t slot_bytes = plan.cluster.size() * tile.bm * tile.bn * static_cast<int64_t>(sizeof(float));
@@ -309,6 +258,7 @@ struct Prepared {
   Operands operands;
   LaunchPlan plan;
   KernelInfo kernel;
+  Residency residency;
   int64_t resident = 1;  // clusters that run at once
 };
 
@@ -320,9 +270,14 @@ Prepared prepare(const GemmCall& call) {
   out.operands = read_operands(call);
   DeviceCache& cache = DeviceCache::instance();
   Residency residency = cache.residency(call.device);
-  for (auto& of_tile : residency.clusters) {
+  for (int t = 0; t < kNumAllTiles; ++t) {
+    // A CTA of a swapped tile goes wherever there is room: it leaves nothing to others.
+    const bool takes_all = is_swapped(static_cast<TileId>(t));
+    const bool is_all = call.multiprocessors >= residency.clusters[t][cluster_index({1, 1})];
     for (int i = 0; i < kNumClusterShapes; ++i) {
-      of_tile[i] = std::min<int64_t>(of_tile[i], call.multiprocessors / kClusterShapes[i].size());
+      int64_t& clusters = residency.clusters[t][i];
+      clusters = std::min<int64_t>(
+          clusters, takes_all && !is_all ? 0 : call.multiprocessors / kClusterShapes[i].size());
     }
   }
   const Demands demands{call.gate.data != nullptr,
@@ -333,7 +288,9 @@ Prepared prepare(const GemmCall& call) {
                         out.operands.a.major == Major::kOuter && out.operands.b.major == Major::kOuter,
                         call.groups != nullptr ? call.groups->count : 1,
                         product_of(call),
-                        serves_ranks(call.hooks)};
+                        serves_ranks(call.hooks),
+                        out.operands.a.major == Major::kOuter};
+  out.residency = residency;
   out.plan = cache.plan(call, demands, residency);
   const GemmPlan& plan = out.plan.gemm;
   out.kernel = find_kernel(plan.tile, call.element, out.operands.a.major, out.operands.b.major);
@@ -346,13 +303,16 @@ Prepared prepare(const GemmCall& call) {
 void launch(const GemmCall& call, cudaStream_t stream, const Allocator& allocator) {
   const Prepared prepared = prepare(call);
   const GemmPlan& plan = prepared.plan.gemm;
+  if (is_swapped(plan.tile)) {
+    const int64_t clusters =
+        prepared.residency.clusters[static_cast<int>(plan.tile)][cluster_index(plan.cluster)];
+    return launch_one_tile(call, prepared.operands, plan, prepared.kernel, clusters, stream);
+  }
   GemmParams p;
   p.problem = whole_problem(call);
   p.gated = call.gate.data != nullptr;
-  const bool swapped = is_swapped(plan.tile);
-  p.cluster_m = swapped ? plan.cluster.n : plan.cluster.m;
-  p.cluster_n = swapped ? plan.cluster.m : plan.cluster.n;
-  p.cluster_k = plan.cluster.k;
+  p.cluster_m = plan.cluster.m;
+  p.cluster_n = plan.cluster.n;
   p.schedule = plan.plan.schedule;
   p.blocks = plan.blocks;
   p.shares = prepared.plan.shares;
@@ -366,10 +326,10 @@ void launch(const GemmCall& call, cudaStream_t stream, const Allocator& allocato
   fill_doorbell_targets(p, plan);
   fill_workspace(p, plan, allocator, stream);
 
-  const int64_t clusters = std::min<int64_t>(p.schedule.workers, prepared.resident);
+  const auto clusters = static_cast<unsigned>(std::min<int64_t>(p.schedule.workers, prepared.resident));
   // Never all, where a cluster has more than one worker: it may not wait for what it has yet to do itself.
-  p.clusters_started = p.schedule.workers > clusters ? ~0u : static_cast<uint32_t>(clusters);
-  ClusterLaunch launch(clusters, plan.cluster, prepared.kernel, stream);
+  p.clusters_started = p.schedule.workers > clusters ? ~0u : clusters;
+  ClusterLaunch launch(dim3(clusters), plan.cluster, prepared.kernel, stream);
   launch.start_early();
   void* arguments[] = {&p};
   check_cuda(cudaLaunchKernelExC(&launch.config, prepared.kernel.function, arguments),
@@ -413,7 +373,7 @@ GemmOutcome find_needs(const GemmCall& call, Needs* needs, char* message, size_t
   return outcome_of(
       [&] {
         const GemmPlan& plan = prepare(call).plan.gemm;
-        *needs = {kTileShapes[static_cast<int>(plan.tile)].bm, workspace_of(plan, call.hooks).bytes};
+        *needs = {tile_shape(plan.tile).bm, workspace_of(plan, call.hooks).bytes};
       },
       message, message_bytes);
 }

@@ -5,7 +5,7 @@
 
 namespace tpk::sm90a {
 
-// a, b: how the product's operands lie, which swapped tiles take the other way round.
+// Of the kernel that walks a schedule. a, b: how the product's operands lie.
 template <Element kElement>
 KernelInfo find_kernel(TileId tile, Major a, Major b) {
   switch (tile) {
@@ -19,17 +19,23 @@ KernelInfo find_kernel(TileId tile, Major a, Major b) {
       return kernel_info<Tile128x192, kElement>(a, b);
     case TileId::k192x192:
       return kernel_info<Tile192x192, kElement>(a, b);
-    case TileId::k64x128s:
-      return kernel_info<Tile64x128s, kElement>(b, a);
-    case TileId::k128x128:
-    case TileId::kScaled128x256:
-    case TileId::kScaled128x128:
+    default:
       break;
   }
   return kernel_info<Tile128x128, kElement>(a, b);
 }
 
+template <Element kElement>
+KernelInfo find_one_tile_kernel(TileId tile, Major a, Major b) {
+  return tile_shape(tile).bn == 64 ? one_tile_kernel_info<kElement, 64>(b, a)
+                                   : one_tile_kernel_info<kElement, 128>(b, a);
+}
+
 inline KernelInfo find_kernel(TileId tile, Element element, Major a, Major b) {
+  if (is_swapped(tile)) {
+    return element == Element::kBf16 ? find_one_tile_kernel<Element::kBf16>(tile, a, b)
+                                     : find_one_tile_kernel<Element::kFp16>(tile, a, b);
+  }
   if (tile == TileId::kScaled128x256) return scaled_kernel_info<ScaledTile128x256>();
   if (tile == TileId::kScaled128x128) return scaled_kernel_info<ScaledTile128x128>();
   return element == Element::kBf16 ? find_kernel<Element::kBf16>(tile, a, b)

@@ -25,15 +25,6 @@ namespace tpk::sm90a {
 // loop.
 constexpr int kOwnBarrier = 1;
 constexpr int kTurnBarrier = 4;
-constexpr int kGateBarrier = 6;  // of a warp with gates and the one that takes them: four, in swapped tiles
-
-// Of swapped tiles, whose sources include few_rows.cuh.
-template <class Tile>
-__device__ __forceinline__ void prefetch_column_bias(const GemmParams& p, const WorkItem& item, int part);
-template <class Tile>
-__device__ __forceinline__ void finish_few_rows(const GemmParams& p, SharedStorage<Tile>& s,
-                                                const ClusterPlace& at, const WorkItem& item, int part,
-                                                uint32_t& exchanged, Accumulators<Tile>& acc);
 
 // Of tiles of 8-bit operands; scaled.cuh defines them, for the sources that have such tiles.
 template <class Tile>
@@ -55,7 +46,6 @@ __device__ __forceinline__ void run_consumer(const GemmParams& p, SharedStorage<
   const int row = Tile::kPingpong ? 0 : consumer * Tile::kRows;
   ItemReader<Tile> items{s, {}};
   Accumulators<Tile> acc;
-  [[maybe_unused]] uint32_t exchanged = 0;
 
   wait_for_earlier_kernels();
   if (Tile::kPingpong && consumer == 1) named_arrive(kTurnBarrier, 2 * kWarpgroup);  // the first turn is 0's
@@ -65,7 +55,7 @@ __device__ __forceinline__ void run_consumer(const GemmParams& p, SharedStorage<
   };
   const auto finish = [&] {
     __syncwarp();
-    if (!Tile::kSwapped && p.hooks.doorbell.counters != nullptr && threadIdx.x % 32 == 0) items.say_stored();
+    if (p.hooks.doorbell.counters != nullptr && threadIdx.x % 32 == 0) items.say_stored();
     items.release(threadIdx.x % 32 == 0);
   };
   while (true) {
@@ -76,12 +66,8 @@ __device__ __forceinline__ void run_consumer(const GemmParams& p, SharedStorage<
       release();
       continue;
     }
-    if constexpr (Tile::kSwapped) {
-      if (p.bias != nullptr) prefetch_column_bias<Tile>(p, item, consumer);
-    } else {
-      if (p.bias != nullptr)
-        load_bias<Tile::kBN>(p, item.batch, item.n, s.bias[consumer], kOwnBarrier + consumer);
-    }
+    if (p.bias != nullptr)
+      load_bias<Tile::kBN>(p, item.batch, item.n, s.bias[consumer], kOwnBarrier + consumer);
     if constexpr (Tile::kScaled) request_scales<Tile>(p, s, item, row, consumer, kOwnBarrier + consumer);
     if (Tile::kPingpong) named_sync(kTurnBarrier + consumer, 2 * kWarpgroup);
     const int slots = item.partials();
@@ -100,36 +86,27 @@ __device__ __forceinline__ void run_consumer(const GemmParams& p, SharedStorage<
 
     const int part = Tile::kPingpong ? 0 : consumer;
     if (item.slot >= 0) {
-      const auto publish = [&] {
-        publish_partial<Tile>(SlotView<Tile>(p, at), item.slot, part, acc, kOwnBarrier + consumer);
-      };
-      if constexpr (Tile::kSwapped) {
-        publish();
-      } else if (p.shares > 0) {
+      if (p.shares > 0) {
         finish_divided<Tile>(p, s, at, item, part, row, consumer, kOwnBarrier + consumer, acc);
       } else {
-        publish();
+        publish_partial<Tile>(SlotView<Tile>(p, at), item.slot, part, acc, kOwnBarrier + consumer);
       }
       finish();
       continue;
     }
     if (slots > 0) add_partials<Tile>(s, slots, part, stage, acc);
-    if constexpr (Tile::kSwapped) {
-      finish_few_rows<Tile>(p, s, at, item, part, exchanged, acc);
+    if (addends > 0) add_addends<Tile>(p, s, addends, part, stage, s.bias[consumer], acc);
+    // Not before: the other's first stage comes behind these, and a barrier tells one phase from the next
+    // only.
+    if (slots + addends > 0) end_turn();
+    const StagingBuffer staging(s.staging[4 * consumer]);
+    const int first = item.m + row + 16 * staging.warp;
+    if (p.plain) {
+      store_plain<Tile>(p, addends > 0 ? p.own_rows.out : p.out, item, first, acc, staging);
+    } else if constexpr (Tile::kScaled) {
+      store_biased<Tile>(p, item, first, acc, s.bias[consumer], staging);
     } else {
-      if (addends > 0) add_addends<Tile>(p, s, addends, part, stage, s.bias[consumer], acc);
-      // Not before: the other's first stage comes behind these, and a barrier tells one phase from the next
-      // only.
-      if (slots + addends > 0) end_turn();
-      const StagingBuffer staging(s.staging[4 * consumer]);
-      const int first = item.m + row + 16 * staging.warp;
-      if (p.plain) {
-        store_plain<Tile>(p, addends > 0 ? p.own_rows.out : p.out, item, first, acc, staging);
-      } else if constexpr (Tile::kScaled) {
-        store_biased<Tile>(p, item, first, acc, s.bias[consumer], staging);
-      } else {
-        store_finished<Tile>(p, item, first, acc, s.bias[consumer], staging);
-      }
+      store_finished<Tile>(p, item, first, acc, s.bias[consumer], staging);
     }
     finish();
   }
@@ -144,18 +121,13 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
   const uint32_t rank = cute::block_rank_in_cluster();
   const int cluster_m = p.cluster_m;
-  const int plane = cluster_m * p.cluster_n;  // CTAs that stand at one K
-  const int depth = Tile::kSwapped ? static_cast<int>(rank) / plane : 0;
-  const int in_plane = static_cast<int>(rank) - depth * plane;
   const ClusterPlace at{rank,
-                        static_cast<uint32_t>(plane * (Tile::kSwapped ? p.cluster_k : 1)),
-                        in_plane % cluster_m,
-                        in_plane / cluster_m,
+                        static_cast<uint32_t>(cluster_m * p.cluster_n),
+                        static_cast<int>(rank) % cluster_m,
+                        static_cast<int>(rank) / cluster_m,
                         cluster_m,
-                        p.cluster_n,
-                        depth,
-                        depth * plane};
-  const bool bells = !Tile::kSwapped && p.hooks.doorbell.counters != nullptr;
+                        p.cluster_n};
+  const bool bells = p.hooks.doorbell.counters != nullptr;
   const bool block_scales = Tile::kScaled && p.scaled.blocks;
   if (threadIdx.x == 0) init_barriers(s, at, bells, block_scales);
   if (warp == 1) {

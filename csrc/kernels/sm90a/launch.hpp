@@ -18,6 +18,10 @@ struct KernelInfo {
 template <class Tile, Element kElement>
 KernelInfo kernel_info(Major a, Major b);
 
+// Of one_tile.cuh, whose argument is one OneTileParams; a: weights, b: tokens. shared_bytes: the most.
+template <Element kElement, int kColumns>
+KernelInfo one_tile_kernel_info(Major a, Major b);
+
 // Of 8-bit operands, K contiguous in both.
 template <class Tile>
 KernelInfo scaled_kernel_info();

@@ -90,17 +90,15 @@ __device__ __forceinline__ void run_loader(const GemmParams& p, SharedStorage<Ti
   RingPosition<Tile::kStages> stage;
   uint16_t share_a = 0;  // the row of CTAs
   uint16_t share_b = 0;  // the column of CTAs
-  for (int i = 0; at.columns > 1 && i < at.columns; ++i) share_a |= 1u << (at.base + at.m + at.rows * i);
-  for (int i = 0; at.rows > 1 && i < at.rows; ++i) share_b |= 1u << (at.base + i + at.rows * at.n);
-  const bool arrives = !Tile::kSwapped && p.hooks.arrival.flags != nullptr;
-  const auto departs = [&] { return !Tile::kSwapped && p.departs; };
-  const int step = Tile::kSwapped ? p.cluster_k * Tile::kBK : Tile::kBK;  // from one iteration to the next
+  for (int i = 0; at.columns > 1 && i < at.columns; ++i) share_a |= 1u << (at.m + at.rows * i);
+  for (int i = 0; at.rows > 1 && i < at.rows; ++i) share_b |= 1u << (i + at.rows * at.n);
+  const bool arrives = p.hooks.arrival.flags != nullptr;
   prefetch_map(&p.pairs[0].a);
   prefetch_map(p.gated ? &p.map_gate : &p.pairs[0].b);
   wait_for_earlier_kernels();
   if (p.shares > 0 && at.rank == 0) comm::take_ticket(p.ticket);  // one more cluster has started
   const auto epoch_at = [](const uint32_t* word) { return *static_cast<const volatile uint32_t*>(word); };
-  RowsHere here{departs() || arrives ? epoch_at(departs() ? p.hooks.departure.epoch : p.hooks.arrival.epoch)
+  RowsHere here{p.departs || arrives ? epoch_at(p.departs ? p.hooks.departure.epoch : p.hooks.arrival.epoch)
                                      : 0};
   while (true) {
     const WorkItem item = items.next();  // a copy
@@ -109,29 +107,25 @@ __device__ __forceinline__ void run_loader(const GemmParams& p, SharedStorage<Ti
     const int batch_a = item.batch * p.batch_step_a;
     const int batch_b = item.batch * p.batch_step_b;
     int k = item.k;
-    const bool is_own = !Tile::kSwapped && item.m >= p.own_begin && item.m + Tile::kBM <= p.own_end;
+    const bool is_own = item.m >= p.own_begin && item.m + Tile::kBM <= p.own_end;
     const int row_a = is_own ? item.m - p.own_begin : item.m;
     // Of own tiles the peers' rows are looked for while they are multiplied: a look takes as long as an
     // iteration.
     constexpr int kLookSteps = 4 * Tile::kBK;
-    const int rows_end = departs() && item.addends > 0 ? own_end_of<Tile>(p, item) : 0;
+    const int rows_end = item.addends > 0 ? own_end_of<Tile>(p, item) : 0;
     int next_wait = (arrives && !is_own) || here.end < rows_end ? k : INT_MAX;
-    const int end = k + item.iters * step;
+    const int end = k + item.iters * Tile::kBK;
 #pragma unroll 1
     while (k < end) {
       const PairRun run = pair_run(p.pair_ends, k, end);
       const PairMaps& maps = p.pairs[run.pair];
-      // A gate goes in front of the weights, which are A of a swapped tile.
-      const bool gate_a = Tile::kSwapped && p.gated;
-      const bool gate_b = !Tile::kSwapped && p.gated;
-      const CUtensorMap* first_a = gate_a ? &p.map_gate : is_own ? &p.map_own : &maps.a;
-      const CUtensorMap* second_a = gate_a ? &maps.a : nullptr;
-      const CUtensorMap* first_b = gate_b ? &p.map_gate : &maps.b;
-      const CUtensorMap* second_b = gate_b ? &maps.b : nullptr;
+      const CUtensorMap* map_a = is_own ? &p.map_own : &maps.a;
+      const CUtensorMap* first_b = p.gated ? &p.map_gate : &maps.b;
+      const CUtensorMap* second_b = p.gated ? &maps.b : nullptr;
 #pragma unroll 1
-      for (; k < run.end; k += step) {
-        if (!Tile::kSwapped && k >= next_wait) {
-          if (departs()) {
+      for (; k < run.end; k += Tile::kBK) {
+        if (k >= next_wait) {
+          if (p.departs) {
             look_for_peers(p, here);
             next_wait = here.end < rows_end ? k + kLookSteps : INT_MAX;
           } else {
@@ -143,9 +137,9 @@ __device__ __forceinline__ void run_loader(const GemmParams& p, SharedStorage<Ti
         }
         s.empty_barrier(stage.index).wait(stage.phase ^ 1);
         LoadBarrier& full = s.full_barrier(stage.index);
-        full.arrive_and_expect_tx(Tile::kSwapped ? p.stage_bytes : Tile::kStageBytes);
+        full.arrive_and_expect_tx(Tile::kStageBytes);
         auto& to = s.stages[stage.index];
-        OperandLoader<kMajorA, Tile::kBM>::load(first_a, second_a, full, to.a, row_a, k - run.begin, batch_a,
+        OperandLoader<kMajorA, Tile::kBM>::load(map_a, nullptr, full, to.a, row_a, k - run.begin, batch_a,
                                                 at.n, share_a);
         OperandLoader<kMajorB, Tile::kBN>::load(first_b, second_b, full, to.b, item.n, k - run.begin, batch_b,
                                                 at.m, share_b);
@@ -153,9 +147,7 @@ __device__ __forceinline__ void run_loader(const GemmParams& p, SharedStorage<Ti
       }
     }
     if (item.partials() > 0) load_partials<Tile>(p, s, at, item, stage);
-    if constexpr (!Tile::kSwapped) {
-      if (item.addends > 0) load_addends<Tile>(p, s, item, stage, here);
-    }
+    if (item.addends > 0) load_addends<Tile>(p, s, item, stage, here);
   }
 }
 

@@ -31,7 +31,7 @@ __device__ __forceinline__ void release_stage(SharedStorage<Tile>& s, int stage)
 //
 // Cooperating warpgroups wait for each stage's products before they issue the next: the other one's keep the
 // tensor cores busy meanwhile, and a stage is free again one iteration earlier. A warpgroup that multiplies
-// alone (pingpong), or has short products (swapped), keeps two stages' products in flight.
+// alone (pingpong) keeps two stages' products in flight.
 template <class Tile, Element kElement, Major kMajorA, Major kMajorB, class OnIssued>
 __device__ __forceinline__ void mainloop(Accumulators<Tile>& acc, SharedStorage<Tile>& s,
                                          RingPosition<Tile::kStages>& stage, int iters, int row,
@@ -53,7 +53,7 @@ __device__ __forceinline__ void mainloop(Accumulators<Tile>& acc, SharedStorage<
       }
     }
     cute::warpgroup_commit_batch();
-    if constexpr (Tile::kPingpong || Tile::kSwapped) {
+    if constexpr (Tile::kPingpong) {
       if (previous >= 0) {
         cute::warpgroup_wait<1>();
         release_stage(s, previous);
@@ -66,7 +66,7 @@ __device__ __forceinline__ void mainloop(Accumulators<Tile>& acc, SharedStorage<
     stage.advance();
   }
   on_issued();
-  if constexpr (Tile::kPingpong || Tile::kSwapped) {
+  if constexpr (Tile::kPingpong) {
     cute::warpgroup_wait<0>();
     release_stage(s, previous);
   }

@@ -71,6 +71,18 @@ inline std::optional<OperandView> view_operand(const Matrix& m, int64_t batch, i
   return std::nullopt;
 }
 
+// Operands of a call.
+struct PairView {
+  OperandView a;
+  OperandView b;
+};
+
+struct Operands : PairView {
+  PairView more[kMaxPairs - 1];
+  OperandView gate;
+  OperandView own;  // rows of a; no data: none
+};
+
 // An output [batch, rows, cols], or nothing if it must be stored element by element.
 inline std::optional<TensorView> view_output(const Matrix& m, int64_t batch, int64_t rows, int64_t cols) {
   return detail::view(m.data, bytes_of(m.kind), cols, m.col_stride, rows, m.row_stride, batch,

@@ -50,7 +50,6 @@ struct PairMaps {
 
 struct GemmParams {
   // Boxes of one stage. Unused ones are zero.
-  // Of a swapped tile, whose rows are columns of the product, `a` is the product's B.
   PairMaps pairs[kMaxPairs];
   CUtensorMap map_gate;
   CUtensorMap map_own;       // arrival: A's own rows
@@ -105,11 +104,6 @@ struct GemmParams {
   Opening opening;
   GemmHooks hooks;
   ScaledOperands scaled;  // of the kernels for 8-bit operands
-
-  // Swapped tiles.
-  int32_t cluster_k = 1;
-  uint32_t stage_bytes = 0;  // loaded into a stage: boxes have no more tokens than there are
-  uint32_t late_whole = 0;   // a bit for each of `late`: elements of 2 bytes, in whole chunks of 16
 };
 
 // Launches carry up to 32,764 bytes since CUDA 12.1, on sm_70 and later.

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <limits>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -16,6 +17,7 @@
 #include "kernels/sm90a/config.hpp"
 #include "kernels/sm90a/cost.hpp"
 #include "kernels/sm90a/groups.hpp"
+#include "kernels/sm90a/one_tile_cost.hpp"
 #include "kernels/sm90a/placement.hpp"
 
 namespace tpk::sm90a {
@@ -33,30 +35,39 @@ struct Residency {
   int64_t clusters[kNumAllTiles][kNumClusterShapes] = {};
 };
 
-// One CTA a multiprocessor: what a whole H100 or H200 holds.
+// One CTA a multiprocessor: what a whole H100 or H200 holds. Clusters of 4 and 8 do not fill every group of
+// multiprocessors: 30 and 15 run at once on 132.
+inline int64_t clusters_that_fit(int64_t multiprocessors, int64_t size) {
+  return size < 4 ? multiprocessors / size : multiprocessors * (120 / size) / 132;
+}
 inline Residency full_residency(int64_t multiprocessors) {
   Residency r;
   for (int t = 0; t < kNumAllTiles; ++t) {
     for (int i = 0; i < kNumClusterShapes; ++i) {
       if (takes_cluster(static_cast<TileId>(t), kClusterShapes[i]))
-        r.clusters[t][i] = multiprocessors / kClusterShapes[i].size();
+        r.clusters[t][i] = clusters_that_fit(multiprocessors, kClusterShapes[i].size());
     }
   }
   return r;
 }
 
 // The columns of a gated tile are half gate, half b, and boxes of an outer-major b are 64 wide.
-// Of a swapped tile two warps of one CTA meet, which eight CTAs along K do not have.
-inline bool takes_gate(TileId id, ClusterShape c) {
-  return kTileShapes[static_cast<int>(id)].bn % 128 == 0 && c.k < kMostDepth;
-}
+inline bool takes_gate(TileId id) { return tile_shape(id).bn % 128 == 0; }
 
-// Products of more rows get no swapped tile unless it is named.
-constexpr int64_t kMostFewRows = 64;
+// Of swapped tiles, unless one is named, so many plans are among the candidates: the cheapest.
+constexpr size_t kMostSwapped = 8;
 
 // Adding what other ranks send takes registers beside the accumulators: tiles of 192 columns spill there,
 // which costs 15 % of a product with K = 6144.
-inline bool has_room_for_sums(TileId id) { return kTileShapes[static_cast<int>(id)].bn != 192; }
+inline bool has_room_for_sums(TileId id) { return tile_shape(id).bn != 192; }
+
+// For sentences.
+inline std::string tile_names(bool scaled) {
+  std::string names;
+  for (int t = scaled ? kNumTiles : 0; t < (scaled ? kNumAllTiles : kNumWalkingTiles); ++t)
+    names += (names.empty() ? "" : ", ") + name(static_cast<TileId>(t));
+  return scaled ? names : names + ", 16x64x64s to 128x128x64s in steps of 16 rows and 64 columns";
+}
 
 inline bool is_tile_name(std::string_view text) {
   for (int t = 0; t < kNumAllTiles; ++t) {
@@ -107,7 +118,6 @@ class TilePlans {
     ScheduleOptions o;
     o.workers = workers_;
     o.splits = splits;
-    o.min_iters = max64(1, o.min_iters / cluster_.k);  // of the cluster: several a step
     o.aligned = direction_ == Direction::kArrival;
     const Placement& placement = grouped(kind) ? grouped_ : placement_;
     o.shard_tiles = placement.shard_tiles;
@@ -198,7 +208,39 @@ class TilePlans {
   TileArrivals grouped_arrivals_;
 };
 
-// The best plan of every tile and cluster that `tile` allows ("" allows all), cheapest first. schedule: a
+// The plan of a swapped tile and cluster, or nothing where the grid would be too large: a CTA for every tile,
+// in whole clusters.
+inline std::optional<GemmPlan> plan_swapped(const Problem& p, TileId tile, ClusterShape cluster,
+                                            const Demands& demands, int64_t clusters) {
+  GemmPlan g;
+  g.tile = tile;
+  g.cluster = cluster;
+  TileShape shape = cluster_tile(tile, cluster);
+  if (demands.gated) shape.bn /= 2;
+  constexpr int64_t kMostBlocks = 65535;  // of the grid's second and third extents
+  if (tiles_n(p, shape) > kMostBlocks || p.batch > kMostBlocks ||
+      tiles_m(p, shape) * cluster.size() > std::numeric_limits<int32_t>::max()) {
+    return std::nullopt;
+  }
+  g.plan.tile = shape;
+  g.plan.kind = ScheduleKind::kDataParallel;
+  g.plan.splits = 1;
+  g.plan.predicted_us =
+      one_tile_us(p, tile, cluster, demands.gated, demands.outer_rows, clusters, kCostOneTile);
+  return g;
+}
+
+// What a plan of plan_swapped() does, for those who ask: a worker for every tile.
+inline void schedule_swapped(const Problem& p, GemmPlan& g) {
+  ScheduleOptions o;
+  g.plan.order = make_tile_order(p, g.plan.tile);
+  o.workers = max64(1, g.plan.order.size());
+  g.plan.schedule =
+      make_schedule(ScheduleKind::kDataParallel, g.plan.order.size(), iters_per_tile(p, g.plan.tile), o);
+}
+
+// The best plan of every tile and cluster that `tile` allows ("" allows all, but few of swapped tiles),
+// cheapest first. schedule: a
 // name of host/schedule_builder.hpp or "auto". workers: tickets that run at once, 0 for as many as fit.
 // Throws std::invalid_argument with a sentence where an argument makes no sense.
 inline std::vector<GemmPlan> candidates(const Problem& p, std::string_view schedule, int64_t workers,
@@ -209,8 +251,12 @@ inline std::vector<GemmPlan> candidates(const Problem& p, std::string_view sched
   found.reserve(kNumTiles * kNumClusterShapes);
   bool named = false;
   bool unsafe = false;
-  bool swapped = false;  // a tile that was named
-  const bool takes_swapped = !demands.keeps_rows && ranks.direction == Direction::kNone && groups == nullptr;
+  bool swapped = false;         // a tile that was named
+  std::vector<GemmPlan> whole;  // of swapped tiles
+  const bool takes_whole =
+      (schedule == "auto" || schedule == name(ScheduleKind::kDataParallel)) && workers == 0;
+  const bool takes_swapped =
+      takes_whole && !demands.keeps_rows && ranks.direction == Direction::kNone && groups == nullptr;
   for (int t = 0; t < kNumAllTiles; ++t) {
     const auto id = static_cast<TileId>(t);
     if (is_scaled(id) != (demands.product != Product::kHalf)) continue;
@@ -221,10 +267,12 @@ inline std::vector<GemmPlan> candidates(const Problem& p, std::string_view sched
       named = true;
       if (is_swapped(id)) {
         swapped = !tile.empty();
-        if (!takes_swapped) continue;
-        if (tile.empty() && p.m > kMostFewRows) continue;
+        if (!takes_swapped || residency.clusters[t][c] < 1 || (demands.gated && !takes_gate(id))) continue;
+        if (auto plan = plan_swapped(p, id, kClusterShapes[c], demands, residency.clusters[t][c]))
+          whole.push_back(*plan);
+        continue;
       }
-      if (demands.gated && !takes_gate(id, kClusterShapes[c])) continue;
+      if (demands.gated && !takes_gate(id)) continue;
       if (tile.empty() && ranks.direction == Direction::kDeparture && !has_room_for_sums(id)) continue;
       if (residency.clusters[t][c] < 1) continue;
       std::optional<GemmPlan> best;
@@ -259,9 +307,16 @@ inline std::vector<GemmPlan> candidates(const Problem& p, std::string_view sched
       }
     }
   }
-  std::stable_sort(found.begin(), found.end(), [](const GemmPlan& a, const GemmPlan& b) {
+  const auto cheaper = [](const GemmPlan& a, const GemmPlan& b) {
     return a.plan.predicted_us < b.plan.predicted_us;
-  });
+  };
+  std::stable_sort(whole.begin(), whole.end(), cheaper);
+  if (tile.empty() && whole.size() > kMostSwapped) whole.resize(kMostSwapped);
+  for (GemmPlan& plan : whole) {
+    schedule_swapped(p, plan);
+    found.push_back(plan);
+  }
+  std::stable_sort(found.begin(), found.end(), cheaper);
   if (!found.empty()) return found;
   if (unsafe) {
     throw std::invalid_argument(
@@ -270,25 +325,31 @@ inline std::vector<GemmPlan> candidates(const Problem& p, std::string_view sched
         "use data_parallel or auto.");
   }
   if (swapped && !takes_swapped) {
-    throw std::invalid_argument("tile '" + std::string(tile) + "' is swapped, and takes no rows of " +
-                                (groups != nullptr ? "groups" : "other ranks") + "; use another or none.");
+    throw std::invalid_argument(
+        "tile '" + std::string(tile) + "' is swapped: its CTAs take whole tiles, one each, " +
+        (!takes_whole        ? "so that schedule must be 'auto' or 'data_parallel' and workers 0"
+         : groups != nullptr ? "and no rows of groups"
+                             : "and no rows of other ranks") +
+        "; use another tile or none.");
+  }
+  if (swapped && !demands.gated) {
+    throw std::invalid_argument("tile '" + std::string(tile) +
+                                "' is swapped: it takes all multiprocessors of a device, and no more "
+                                "than 65535 products in a batch, but it is asked for " +
+                                std::to_string(p.batch) +
+                                "; use another "
+                                "tile or none.");
   }
   if (named && demands.gated) {
     throw std::invalid_argument("tile '" + std::string(tile) +
-                                "' takes no gate: its columns cannot be halved, or its cluster is too deep; "
-                                "use 128x256x64, 256x128x64 "
+                                "' takes no gate: its columns cannot be halved; use 128x256x64, 256x128x64 "
                                 "or 128x128x64.");
   }
   if (named)
     throw std::invalid_argument("no cluster of tile '" + std::string(tile) + "' fits on the device.");
-  std::string names;
-  for (int t = 0; t < kNumAllTiles; ++t) {
-    if (is_scaled(static_cast<TileId>(t)) != (demands.product != Product::kHalf)) continue;
-    names += name(static_cast<TileId>(t)) + ", ";
-  }
   throw std::invalid_argument(
-      "tile must be one of " + names +
-      "with or without a cluster such as /2x1, or empty for the cheapest, but it is '" + std::string(tile) +
+      "tile must be one of " + tile_names(demands.product != Product::kHalf) +
+      ", with or without a cluster such as /2x1, or empty for the cheapest, but it is '" + std::string(tile) +
       "'.");
 }
 

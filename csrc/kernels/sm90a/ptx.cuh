@@ -12,6 +12,7 @@
 #include <cute/arch/cluster_sm90.hpp>
 #include <cute/arch/copy_sm90.hpp>
 #include <cute/arch/mma_sm90_gmma.hpp>
+#include <cute/arch/mma_sm90_gmma_ext.hpp>
 
 #include "kernels/sm90a/config.hpp"
 
@@ -93,10 +94,11 @@ __device__ __forceinline__ void store_remote(const uint32_t* word, uint32_t valu
 }
 
 // 16 bytes to an address in another CTA's shared memory; completes 16 bytes of a barrier there.
-__device__ __forceinline__ void store_remote(uint32_t to, uint32_t barrier, const float* v) {
+__device__ __forceinline__ void store_remote(uint32_t to, uint32_t barrier, float a, float b, float c,
+                                             float d) {
   asm volatile(
       "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%2, %3, %4, %5}, [%1];" ::"r"(to),
-      "r"(barrier), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3])
+      "r"(barrier), "f"(a), "f"(b), "f"(c), "f"(d)
       : "memory");
 }
 
@@ -153,6 +155,14 @@ __device__ __forceinline__ void store_matrix_x4(uint32_t address, uint32_t a, ui
                : "memory");
 }
 
+// The same, each block transposed.
+__device__ __forceinline__ void store_matrix_x4_transposed(uint32_t address, uint32_t a, uint32_t b,
+                                                           uint32_t c, uint32_t d) {
+  asm volatile("stmatrix.sync.aligned.x4.trans.m8n8.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+               "r"(a), "r"(b), "r"(c), "r"(d)
+               : "memory");
+}
+
 __device__ __forceinline__ void load_matrix_x4(uint32_t address, uint32_t (&x)[4]) {
   asm volatile("ldmatrix.sync.aligned.x4.m8n8.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
@@ -199,7 +209,13 @@ struct Wgmma;
   struct Wgmma<Element::kFp16, n, kA, kB> {                                                        \
     using Type = cute::SM90::GMMA::MMA_64x##n##x16_F32F16F16_SS<kTranspose<kA>, kTranspose<kB>>;   \
   };
+TPK_WGMMA(16)
+TPK_WGMMA(32)
+TPK_WGMMA(48)
 TPK_WGMMA(64)
+TPK_WGMMA(80)
+TPK_WGMMA(96)
+TPK_WGMMA(112)
 TPK_WGMMA(128)
 TPK_WGMMA(192)
 TPK_WGMMA(256)

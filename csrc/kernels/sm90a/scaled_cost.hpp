@@ -12,8 +12,8 @@ constexpr int kNumScaledProducts = 3;
 
 // Times in microseconds, by tile in the order of TileId.
 struct ScaledCost {
-  double iter_us[kNumScaledProducts][kNumScaledTiles][kNumClusterShapes];  // one iteration, 128 of K
-  double epilogue_us[kNumScaledTiles];                                     // one tile: what is not hidden
+  double iter_us[kNumScaledProducts][kNumScaledTiles][kNumWalkingClusters];  // one iteration, 128 of K
+  double epilogue_us[kNumScaledTiles];                                       // one tile: what is not hidden
 };
 
 // Iterations are fitted to ten shapes of bfloat16 outputs by data_parallel on one H200 (development

@@ -17,7 +17,7 @@ __device__ __forceinline__ WorkItem make_item(const GemmParams& p, const Work& w
   int tile_m = w.tile_m;
   item.m_end = static_cast<int32_t>(p.problem.m);
   item.batch = w.batch;
-  if (!Tile::kSwapped && p.blocks.count > 0) {
+  if (p.blocks.count > 0) {
     int block = 0;
     for (int high = p.blocks.count - 1; block < high;) {
       const int middle = (block + high) / 2;
@@ -32,22 +32,15 @@ __device__ __forceinline__ WorkItem make_item(const GemmParams& p, const Work& w
     item.m_end = p.blocks.rows[block].end;
     item.batch = p.blocks.matrix[block];
   }
-  if constexpr (Tile::kSwapped) {
-    item.m = (w.tile_n * p.cluster_m + at.m) * (p.gated ? Tile::kBM / 2 : Tile::kBM);
-    item.n = (w.tile_m * p.cluster_n + at.n) * Tile::kBN;
-    item.k = (w.k_begin * p.cluster_k + at.k) * Tile::kBK;
-  } else {
-    item.m = row + (tile_m * p.cluster_m + at.m) * Tile::kBM;
-    item.n = (w.tile_n * p.cluster_n + at.n) * (p.gated ? Tile::kBN / 2 : Tile::kBN);
-    item.k = w.k_begin * Tile::kBK;
-  }
+  item.m = row + (tile_m * p.cluster_m + at.m) * Tile::kBM;
+  item.n = (w.tile_n * p.cluster_n + at.n) * (p.gated ? Tile::kBN / 2 : Tile::kBN);
+  item.k = w.k_begin * Tile::kBK;
   item.iters = w.iters;
   item.slot = w.slot;
   item.first_slot = w.first_slot;
   item.end_slot = w.end_slot;
   // By the tile's rows, not its first one: a CTA of the cluster may have none of them, beyond their end.
-  const bool stays =
-      !Tile::kSwapped && p.departs && item.m_end > p.own_rows.begin && item.m_end <= p.own_rows.end;
+  const bool stays = p.departs && item.m_end > p.own_rows.begin && item.m_end <= p.own_rows.end;
   item.addends = stays && w.slot < 0 ? p.own_rows.addends : 0;
   return item;
 }
@@ -99,7 +92,7 @@ __device__ __forceinline__ void run_scheduler(const GemmParams& p, SharedStorage
     item.stage = stage.index;
     item.phase = stage.phase;
     stage.advance(item.iters + fixup_stages<Tile>(item.partials()) +
-                  (Tile::kSwapped ? 0 : addend_stages<Tile>(item.addends, p.out_kind == ScalarKind::kFp32)));
+                  addend_stages<Tile>(item.addends, p.out_kind == ScalarKind::kFp32));
     s.item_empty_barrier(ring.index).wait(ring.phase ^ 1);
     s.items[ring.index] = item;
     s.item_full_barrier(ring.index).arrive();

@@ -28,21 +28,6 @@ struct WorkItem {
   }
 };
 
-// Swapped tiles: what other CTAs of the cluster send of the rows that a warp finishes; see few_rows.cuh.
-constexpr int kConsumerWarps = 8;
-constexpr int kExchangeBuffers = 2;
-constexpr int kExchangeUnits = 7;  // that a CTA gets at a time, at most: of two CTAs 4, of four 6, of eight 7
-constexpr int kUnitTokens = 16;
-constexpr int kUnitBytes = 16 * kUnitTokens * static_cast<int>(sizeof(float));
-template <bool kSwapped>
-struct ExchangeStorage {};
-template <>
-struct alignas(128) ExchangeStorage<true> {
-  unsigned char units[kExchangeBuffers][kExchangeUnits][kUnitBytes];
-  uint64_t full[kExchangeBuffers][kConsumerWarps];  // where the warp finishes its rows: all others' are here
-  uint64_t free[kExchangeBuffers][kConsumerWarps];  // where it does not: the buffer there may be written
-};
-
 // Scales of 8-bit operands: see scaled.cuh.
 template <class Tile, bool kScaled = Tile::kScaled>
 struct ScaleStorage {};
@@ -64,9 +49,8 @@ struct alignas(1024) SharedStorage {
     unsigned char b[Tile::kBytesB];
   };
   Stage stages[Tile::kStages];
-  unsigned char staging[Tile::kConsumers * 4]
-                       [Tile::kSwapped ? kUnitBytes : kStagingBytes];  // per consumer warp
-  float bias[Tile::kConsumers][Tile::kSwapped ? 1 : Tile::kBN];  // of the tile that each warpgroup works on
+  unsigned char staging[Tile::kConsumers * 4][kStagingBytes];  // per consumer warp
+  float bias[Tile::kConsumers][Tile::kBN];                     // of the tile that each warpgroup works on
   uint64_t full[Tile::kStages];   // loaded by TMA, of this CTA and its cluster peer
   uint64_t empty[Tile::kStages];  // released by the consumers that multicast reaches
   uint64_t item_full[kItems];
@@ -80,7 +64,6 @@ struct alignas(1024) SharedStorage {
   uint32_t fixup_waits[Tile::kConsumers];   // divided.cuh: the warpgroup finishes its share itself
   uint64_t fixup_before[Tile::kConsumers];  // who had written a partial of its tile before it
   ScaleStorage<Tile> scales;
-  ExchangeStorage<Tile::kSwapped> exchange;  // behind the rest: an empty struct has a byte, too
 
   __device__ LoadBarrier& full_barrier(int i) { return *reinterpret_cast<LoadBarrier*>(&full[i]); }
   __device__ Barrier& empty_barrier(int i) { return *reinterpret_cast<Barrier*>(&empty[i]); }
@@ -135,16 +118,14 @@ struct ClusterPlace {
   int n;
   int rows;  // of CTAs
   int columns;
-  int k = 0;     // which of those that share a tile's K
-  int base = 0;  // rank of the first CTA that stands at the same K
 
   // CTAs whose stages this one's loads reach, itself included: its column and its row.
   __device__ __forceinline__ uint32_t sharers() const { return static_cast<uint32_t>(rows + columns - 1); }
   // The i-th of them, 0 <= i < sharers().
   __device__ __forceinline__ uint32_t sharer(int i) const {
-    if (i < rows) return static_cast<uint32_t>(base + i + rows * n);
+    if (i < rows) return static_cast<uint32_t>(i + rows * n);
     const int column = i - rows + (i - rows >= n ? 1 : 0);
-    return static_cast<uint32_t>(base + m + rows * column);
+    return static_cast<uint32_t>(m + rows * column);
   }
 };
 
@@ -176,12 +157,6 @@ __device__ __forceinline__ void init_barriers(SharedStorage<Tile>& s, const Clus
     s.item_full_barrier(i).init(1);
     s.item_empty_barrier(i).init(1 + 4 * Tile::kConsumers + (bells ? 1 : 0) + (block_scales ? 1 : 0));
     s.stored_barrier(i).init(kReaders);
-  }
-  if constexpr (Tile::kSwapped) {
-    for (int i = 0; i < kExchangeBuffers * kConsumerWarps; ++i) {
-      reinterpret_cast<LoadBarrier*>(&s.exchange.full[0][i])->init(1);
-      reinterpret_cast<Barrier*>(&s.exchange.free[0][i])->init(1);
-    }
   }
   s.ticket_full_barrier().init(1);
   s.ticket_empty_barrier().init(at.size > 1 ? at.size - 1 : 1);

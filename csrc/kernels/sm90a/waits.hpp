@@ -30,7 +30,7 @@ inline StepCost step_cost(const Problem& p, const Schedule& s, TileId tile, Clus
     const bool streamed = s.pieces[i].kind == PieceKind::kStreamed;
     out.iter[i] = iter + (streamed && starves ? starved_iter_us(s.pieces[i], tile, cluster, iter, c) : 0);
   }
-  const int64_t shares = s.workers <= running ? shares_of(tile, s) : 0;
+  const int64_t shares = s.workers <= running ? divided_shares(s) : 0;
   out.epilogue = epilogue;
   out.publish = c.publish_us * part;
   out.add = c.add_us * part;
