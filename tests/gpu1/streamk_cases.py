@@ -34,14 +34,21 @@ SCHEDULES = [
 ]
 TILES = ["128x256x32", "128x128x32", "64x64x32"]  # of the portable kernel
 HOPPER_TILES = ["128x256x64", "256x128x64", "256x192x64", "128x192x64", "128x128x64", "192x192x64"]
-SWAPPED_TILES = ["64x128x64s"]  # the kernel computes the transpose; with CTAs along K, and no hooks
-GATED_TILES = ["128x256x64", "256x128x64", "128x128x64", *SWAPPED_TILES]  # whose columns can be halved
+# Of the kernel for products of less than a few waves, which computes the transpose, each CTA a whole tile: the least,
+# the most, and two between them; all of them: test_one_tile_kernel.py.
+SWAPPED_TILES = ["16x64x64s", "48x128x64s", "112x64x64s", "128x128x64s"]
+GATED_TILES = [  # whose columns can be halved, in multiples of 64
+    "128x256x64", "256x128x64", "128x128x64", *(tile for tile in SWAPPED_TILES if "x128x" in tile),
+]  # fmt: skip
 CLUSTERS = ["/2x1", "/1x2", "/1x1"]
-SWAPPED_CLUSTERS = ["/1x1", "/1x1x2", "/1x1x4", "/1x1x8"]
-HOPPER_NAMES = [
-    *(tile + cluster for tile in HOPPER_TILES for cluster in CLUSTERS),
-    *(tile + cluster for tile in SWAPPED_TILES for cluster in SWAPPED_CLUSTERS),
-]
+SWAPPED_CLUSTERS = [
+    *CLUSTERS, "/2x2", "/4x1", "/4x2", "/1x1x2", "/2x1x2", "/1x2x2", "/2x2x2", "/1x1x4", "/2x1x4", "/1x2x4", "/1x1x8",
+]  # fmt: skip
+WALKING_NAMES = [
+    tile + cluster for tile in HOPPER_TILES for cluster in CLUSTERS
+]  # of the kernel that walks schedules
+SWAPPED_NAMES = [tile + cluster for tile in SWAPPED_TILES for cluster in SWAPPED_CLUSTERS]
+HOPPER_NAMES = [*WALKING_NAMES, *SWAPPED_NAMES]
 # How a matrix lies in memory: which dim is contiguous, whether 16-byte loads are possible.
 FAST = ["rows", "cols"]
 SLOW = ["rows_odd", "cols_odd", "strided"]
@@ -76,9 +83,13 @@ def _why_no_hopper_kernel() -> str:
 
 
 hopper_only = pytest.mark.skipif(bool(_why_no_hopper_kernel()), reason=_why_no_hopper_kernel() or "-")
-_HOPPER = [pytest.param(tile, marks=hopper_only) for tile in [*HOPPER_TILES, *SWAPPED_TILES]]
-ANY_TILE = [*_HOPPER, *TILES, ""]  # for parametrize; "" is what the device takes by itself
-HOPPER_AND_CHEAPEST = [*_HOPPER, ""]
+_HOPPER = [pytest.param(tile, marks=hopper_only) for tile in HOPPER_TILES]
+_SWAPPED = [pytest.param(tile, marks=hopper_only) for tile in SWAPPED_TILES]
+ANY_TILE = [*_HOPPER, *_SWAPPED, *TILES, ""]  # for parametrize; "" is what the device takes by itself
+HOPPER_AND_CHEAPEST = [*_HOPPER, *_SWAPPED, ""]
+# Of tests that are about schedules: cut tiles, workspaces, workers, multiprocessors.
+ANY_WALKING_TILE = [*_HOPPER, *TILES, ""]
+WALKING_AND_CHEAPEST = [*_HOPPER, ""]
 
 
 def is_hopper(tile: str) -> bool:
@@ -89,8 +100,11 @@ def variants(tile: str, *, gated: bool = False) -> list[str]:
     """The tile with each cluster, where it is the Hopper kernel's; those that take a gate."""
     if not is_hopper(tile):
         return [tile]
-    names = [name for name in HOPPER_NAMES if name.startswith(tile + "/")]
-    return [name for name in names if not (gated and name.endswith("/1x1x8"))]
+    return [
+        name
+        for name in HOPPER_NAMES
+        if name.startswith(tile + "/") and not (gated and tile not in GATED_TILES)
+    ]
 
 
 def need_memory(gib: int) -> None:

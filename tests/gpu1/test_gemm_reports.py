@@ -13,14 +13,14 @@ import pytest
 import torch
 from gemm_checks import Failures, Product, embed, gemm, integers, randn
 from streamk_cases import (
-    ANY_TILE,
+    ANY_WALKING_TILE,
     DTYPES,
-    HOPPER_AND_CHEAPEST,
-    HOPPER_NAMES,
     LAYOUTS,
     OUT_DTYPES,
     PLANS,
     SPLIT_PLANS,
+    WALKING_AND_CHEAPEST,
+    WALKING_NAMES,
     filled,
     hopper_only,
     is_hopper,
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.gpu1
 Tensor = torch.Tensor
 
 
-@pytest.mark.parametrize("tile", ANY_TILE)
+@pytest.mark.parametrize("tile", ANY_WALKING_TILE)
 def test_report_1_wide_and_flat(tile: str, generator: torch.Generator) -> None:
     """8 x 8192 x K with clusters: the workspace was sized for other clusters than were launched."""
     m, n = 8, 8192
@@ -48,7 +48,7 @@ def test_report_1_wide_and_flat(tile: str, generator: torch.Generator) -> None:
                     product.run(torch.bfloat16, tile=name, **plan)
 
 
-@pytest.mark.parametrize("tile", ANY_TILE)
+@pytest.mark.parametrize("tile", ANY_WALKING_TILE)
 def test_report_3_clusters_that_divide_nothing(tile: str, generator: torch.Generator) -> None:
     """Grids that are no multiple of the cluster; sums into an old output hung."""
     with Failures() as failures:
@@ -63,7 +63,7 @@ def test_report_3_clusters_that_divide_nothing(tile: str, generator: torch.Gener
                     product.run(dtype, old=old, tile=name, multiprocessors=count, **plan)
 
 
-@pytest.mark.parametrize("tile", ANY_TILE)
+@pytest.mark.parametrize("tile", ANY_WALKING_TILE)
 def test_report_4_workers_with_few_or_no_iterations(tile: str, generator: torch.Generator) -> None:
     """Barriers counted on every CTA having work, and as much as the others."""
     with Failures() as failures:
@@ -85,7 +85,7 @@ def test_report_4_workers_with_few_or_no_iterations(tile: str, generator: torch.
                     product.run(torch.float32, tile=name, schedule=schedule, workers=workers, splits=7)
 
 
-@pytest.mark.parametrize("tile", ANY_TILE)
+@pytest.mark.parametrize("tile", ANY_WALKING_TILE)
 def test_report_10_output_that_was_never_zeroed(tile: str, generator: torch.Generator) -> None:
     """Split K by atomics into torch.empty: right only where memory happened to be zero."""
     a = integers(1, 300, 4096, dtype=torch.bfloat16, generator=generator)
@@ -98,7 +98,7 @@ def test_report_10_output_that_was_never_zeroed(tile: str, generator: torch.Gene
             assert torch.equal(out, want.to(dtype)), (name, plan, dtype, value)
 
 
-@pytest.mark.parametrize("tile", ANY_TILE)
+@pytest.mark.parametrize("tile", ANY_WALKING_TILE)
 def test_report_12_strides_and_offsets_of_views(tile: str, generator: torch.Generator) -> None:
     """A 512 x 512 view of 1024 x 1024, and one that starts one element later."""
     with Failures() as failures:
@@ -126,7 +126,7 @@ def test_report_12_strides_and_offsets_of_views(tile: str, generator: torch.Gene
 
 
 @pytest.mark.parametrize(("m", "n", "k"), [(512, 1024, 147456), (1538, 256, 2048)])
-@pytest.mark.parametrize("tile", HOPPER_AND_CHEAPEST)
+@pytest.mark.parametrize("tile", WALKING_AND_CHEAPEST)
 def test_report_14_long_k_of_weight_gradients(
     tile: str, m: int, n: int, k: int, generator: torch.Generator
 ) -> None:
@@ -145,7 +145,7 @@ def test_report_14_long_k_of_weight_gradients(
                 product.run(torch.bfloat16, tile=name, **plan)
 
 
-@pytest.mark.parametrize("tile", ANY_TILE)
+@pytest.mark.parametrize("tile", ANY_WALKING_TILE)
 def test_report_18_addresses_of_least_alignment(tile: str, generator: torch.Generator) -> None:
     """Everything 16 bytes behind a larger boundary, and the allocator's blocks small and many."""
     m, n, k = 200, 328, 1096
@@ -174,7 +174,7 @@ def test_report_18_addresses_of_least_alignment(tile: str, generator: torch.Gene
 
 
 @pytest.mark.gpun(2)
-@pytest.mark.parametrize("tile", HOPPER_AND_CHEAPEST)
+@pytest.mark.parametrize("tile", WALKING_AND_CHEAPEST)
 def test_reports_6_and_20_two_devices_in_one_thread(tile: str, seed: int) -> None:
     """A workspace of another device; kernels launched on the current device, on its current stream."""
     sets = []
@@ -201,7 +201,7 @@ def test_reports_6_and_20_two_devices_in_one_thread(tile: str, seed: int) -> Non
             assert torch.equal(out, want), (name, plan, current)
 
 
-@pytest.mark.parametrize("tile", ANY_TILE)
+@pytest.mark.parametrize("tile", ANY_WALKING_TILE)
 def test_report_21_inputs_that_the_kernel_before_wrote(tile: str, generator: torch.Generator) -> None:
     """Launched before the last kernel has ended, it must not read before that. A hundred products, each of the last
     one's output: permutations of columns, so that what comes out is known to the bit. Old data are NaN.
@@ -254,7 +254,7 @@ def test_report_23_nothing_to_multiply(schedule: str, generator: torch.Generator
                     product.run(dtype, old=start, schedule=schedule, splits=3)
 
 
-@pytest.mark.parametrize("tile", ANY_TILE)
+@pytest.mark.parametrize("tile", ANY_WALKING_TILE)
 def test_report_24_halves_that_cancel(tile: str, generator: torch.Generator) -> None:
     """Partials rounded to bfloat16 leave a thousandth of what cancels."""
     m, n, k = 264, 264, 4096
@@ -273,7 +273,7 @@ def test_report_28_odd_numbers_of_tiles(generator: torch.Generator) -> None:
     """The second CTA of a cluster has no tile, no rows, no columns: it must still take part, and write nothing."""
     with Failures() as failures:
         for rows, columns, (layout_a, layout_b) in itertools.product([1, 2, 3], [1, 2, 3], LAYOUTS):
-            for name in HOPPER_NAMES:
+            for name in WALKING_NAMES:
                 bm, bn = (int(x) for x in name.split("x")[:2])
                 m, n, k = rows * bm - 3, columns * bn - 8 * (rows % 2), 712
                 a = embed(integers(1, m, k, dtype=torch.bfloat16, generator=generator), layout_a)
