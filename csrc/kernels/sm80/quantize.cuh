@@ -22,6 +22,7 @@ struct Part {
 
   uint4 units[kParts][4];
   float scales[S::kScaled ? kParts : 1][4];  // of the source's rows
+  bool rounds;                               // FP8 times these as bfloat16: not all are exact
 
   static __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % kLanes; }
   static __device__ __forceinline__ int column() { return lane() * S::kCount; }
@@ -72,6 +73,19 @@ __device__ __forceinline__ void load(const QuantizeParams& p, int row_tile, int 
         }
       }
     }
+    // A power of two that leaves even the smallest FP8 value a normal number rounds nothing.
+    x.rounds = false;
+    if (p.power_of_2) {
+#pragma unroll
+      for (int part = 0; part < P::kParts; ++part) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float scale = x.scales[part][i];
+          x.rounds |= !(scale >= 0x1p-100f && (__float_as_uint(scale) & 0x007fffffu) == 0);
+        }
+      }
+      x.rounds = __any_sync(~0u, x.rounds);
+    }
   }
 }
 
@@ -102,7 +116,7 @@ __device__ __forceinline__ int turned_place(int column, int quad) {
 template <class S>
 __device__ __forceinline__ uint32_t peak_of(const uint4& unit) {
   static_assert(!S::kScaled, "Rows of FP8 sources are not quantised.");
-  const auto word = [&](int i) { return S::peak(unit, i, 1.0f, false); };
+  const auto word = [&](int i) { return S::peak(unit, i, 1.0f, Exact()); };
   return S::larger(S::larger(word(0), word(1)), S::larger(word(2), word(3)));
 }
 
@@ -128,20 +142,31 @@ __device__ __forceinline__ void find_rows(const Part<S>& x, Peaks& peaks) {
   }
 }
 
+// Calls f with the rounding of x.
+template <class S, class F>
+__device__ __forceinline__ void by_rounding(const Part<S>& x, const F& f) {
+  if constexpr (S::kScaled) {
+    if (x.rounds) return f(ToBf16());
+  }
+  f(Exact());
+}
+
 template <class S>
-__device__ __forceinline__ void find_columns(const Part<S>& x, Peaks& peaks, bool narrow) {
+__device__ __forceinline__ void find_columns(const Part<S>& x, Peaks& peaks) {
   using P = Part<S>;
   uint32_t peak[S::kPeaks] = {};
+  by_rounding(x, [&](auto rounding) {
 #pragma unroll
-  for (int part = 0; part < P::kParts; ++part) {
+    for (int part = 0; part < P::kParts; ++part) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
+      for (int i = 0; i < 4; ++i) {
 #pragma unroll
-      for (int j = 0; j < S::kPeaks; ++j) {
-        peak[j] = S::larger(peak[j], S::peak(x.units[part][i], j, x.scale(part, i), narrow));
+        for (int j = 0; j < S::kPeaks; ++j) {
+          peak[j] = S::larger(peak[j], S::peak(x.units[part][i], j, x.scale(part, i), rounding));
+        }
       }
     }
-  }
+  });
 #pragma unroll
   for (int d = P::kLanes; d < 32; d *= 2) {
 #pragma unroll
@@ -242,21 +267,22 @@ __device__ __forceinline__ void turn(Turned& turned, const Word& word) {
 }
 
 template <class S, Fp8Format kTo>
-__device__ __forceinline__ void turn_scaled(const Part<S>& x, const Factors& factors, Turned& turned,
-                                            bool narrow) {
+__device__ __forceinline__ void turn_scaled(const Part<S>& x, const Factors& factors, Turned& turned) {
   float factor[S::kCount];
 #pragma unroll
   for (int j = 0; j < S::kCount; j += 4) {
     const float4 four = *reinterpret_cast<const float4*>(&factors.of_columns[Part<S>::column() + j]);
     factor[j] = four.x, factor[j + 1] = four.y, factor[j + 2] = four.z, factor[j + 3] = four.w;
   }
-  turn<S>(turned, [&](int part, int j) {
-    float v[4];
+  by_rounding(x, [&](auto rounding) {
+    turn<S>(turned, [&](int part, int j) {
+      float v[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      v[i] = __fmul_rn(S::value(x.units[part][i], j, x.scale(part, i), narrow), factor[j]);
-    }
-    return packed<kTo>(v[0], v[1], v[2], v[3]);
+      for (int i = 0; i < 4; ++i) {
+        v[i] = __fmul_rn(S::value(x.units[part][i], j, x.scale(part, i), rounding), factor[j]);
+      }
+      return packed<kTo>(v[0], v[1], v[2], v[3]);
+    });
   });
 }
 
@@ -284,7 +310,14 @@ __device__ __forceinline__ void write_turned(const QuantizeParams& p, int row_ti
 }
 
 template <class S>
-constexpr int kCtas = S::kCount == 4 ? 2 : 3;  // of a multiprocessor
+constexpr int kCtas = S::kCount == 4 ? 2 : 3;      // of a multiprocessor
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890  // conversions to FP8 are functions, which take registers
+template <class S>
+constexpr int kStripCtas = 2;
+#else
+template <class S>
+constexpr int kStripCtas = kCtas<S>;
+#endif
 
 // Blocks, squares, or all by p.amax: then the last tiles come first, which find_largest has left in L2.
 template <class S, Fp8Format kTo, bool kPlain, bool kTurned>
@@ -295,12 +328,11 @@ __global__ void __launch_bounds__(kQuantizeThreads, kCtas<S>)
   const uint32_t tile = p.sharing == ScaleSharing::kTensor ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
   const int row_tile = static_cast<int>(tile / static_cast<uint32_t>(p.column_tiles));
   const int column_tile = static_cast<int>(tile % static_cast<uint32_t>(p.column_tiles));
-  const bool narrow = S::kScaled && p.power_of_2;
   Part<S> x;
   load<S>(p, row_tile, column_tile, x);
   if (p.sharing == ScaleSharing::kBlocks) {
     if constexpr (kPlain) find_rows<S>(x, peaks);
-    if constexpr (kTurned) find_columns<S>(x, peaks, narrow);
+    if constexpr (kTurned) find_columns<S>(x, peaks);
   } else if (p.sharing == ScaleSharing::kSquares) {
     if constexpr (!S::kScaled) {
       const uint32_t peak = __reduce_max_sync(~0u, S::all_bits(peak_of_part<S>(x)));
@@ -313,7 +345,7 @@ __global__ void __launch_bounds__(kQuantizeThreads, kCtas<S>)
   if constexpr (kPlain) write_plain<S, kTo>(p, row_tile, column_tile, x, factors);
   if constexpr (kTurned) {
     __shared__ Turned turned;
-    turn_scaled<S, kTo>(x, factors, turned, narrow);
+    turn_scaled<S, kTo>(x, factors, turned);
     __syncthreads();
     write_turned<S>(p, row_tile, column_tile, turned);
   }
@@ -321,66 +353,83 @@ __global__ void __launch_bounds__(kQuantizeThreads, kCtas<S>)
 
 // turned of kRow: every column's largest value is that of all its tiles. Tasks are dealt out in an order in
 // which a strip of columns is read again soon after it was read, while it is in L2: groups of strips, the
-// next group's largest values before this one's values. A CTA that waits has a later ticket than those that
-// it waits for, and these never wait: all of them are running or have ended.
+// next group's largest values before this one is written. A CTA asks for its next task while it has one, so
+// that the answer does not take time. Of all tasks that are not done the first is somebody's present one, and
+// waits for none: earlier ones are done.
 template <class S, Fp8Format kTo>
-__global__ void __launch_bounds__(kQuantizeThreads, kCtas<S>)
+__global__ void __launch_bounds__(kQuantizeThreads, kStripCtas<S>)
     quantize_strips(const __grid_constant__ QuantizeParams p) {
   __shared__ Peaks peaks;
   __shared__ Factors factors;
   __shared__ Turned turned;
   __shared__ uint32_t ticket;
-  if (threadIdx.x == 0) ticket = atomicAdd(p.tickets, 1u);
-  __syncthreads();
   const int groups = (p.column_tiles + p.group - 1) / p.group;
-  const auto tasks =
-      static_cast<uint32_t>(p.group) * static_cast<uint32_t>(p.row_tiles);  // of one kind and group
-  // Find 0, find 1, write 0, find 2, write 1, ..., write the last.
-  const auto round = static_cast<int>(ticket / tasks);
-  const auto task = static_cast<int>(ticket % tasks);
-  const bool finds = round == 0 || (round % 2 == 1 && round < 2 * groups - 1);
-  const int group = (round + 1) / 2 - (finds ? 0 : 1);
-  const int row_tile = task / p.group;
-  const int column_tile = group * p.group + task % p.group;
-  if (column_tile >= p.column_tiles) return;
-  const bool narrow = S::kScaled && p.power_of_2;
-  const int64_t column = int64_t{column_tile} * kQuantizeBlock + threadIdx.x;
-  const bool has_column = threadIdx.x < kQuantizeBlock && column < p.columns;
-  uint32_t* const arrived = p.tickets + 1 + column_tile;
-  Part<S> x;
-  load<S>(p, row_tile, column_tile, x);
-  if (finds) {
-    find_columns<S>(x, peaks, narrow);
-    __syncthreads();
-    if (has_column)
-      atomicMax(p.column_peaks + column, largest_of(&peaks.of_columns[0][threadIdx.x], kQuantizeBlock));
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      __threadfence();
-      atomicAdd(arrived, 1u);
-    }
-    return;
-  }
-  if (threadIdx.x == 0) {
-    while (*static_cast<volatile uint32_t*>(arrived) < static_cast<uint32_t>(p.row_tiles)) __nanosleep(32);
+  const auto tasks = static_cast<uint32_t>(p.group) * static_cast<uint32_t>(p.row_tiles);  // of a round
+  // Thread 0's. The strip that this CTA found largest values of, and has not yet said so: it takes a fence,
+  // which is no loss behind the next loads.
+  int pending = -1;
+  const auto tell = [&] {
+    if (pending < 0) return;
     __threadfence();
+    atomicAdd(p.tickets + 1 + pending, 1u);
+    pending = -1;
+  };
+  uint32_t next = threadIdx.x == 0 ? atomicAdd(p.tickets, 1u) : 0;
+#pragma unroll 1
+  for (;;) {
+    __syncthreads();  // nobody needs shared memory any more, and all have sent what they found
+    if (threadIdx.x == 0) {
+      ticket = next;
+      next = atomicAdd(p.tickets, 1u);
+    }
+    __syncthreads();
+    // Find 0, find 1, write 0, find 2, write 1, ..., write the last.
+    const auto round = static_cast<int>(ticket / tasks);
+    const auto task = static_cast<int>(ticket % tasks);
+    if (round >= 2 * groups) break;
+    const bool finds = round == 0 || (round % 2 == 1 && round < 2 * groups - 1);
+    const int group = (round + 1) / 2 - (finds ? 0 : 1);
+    const int row_tile = task / p.group;
+    const int column_tile = group * p.group + task % p.group;
+    if (column_tile >= p.column_tiles) continue;
+    const int64_t column = int64_t{column_tile} * kQuantizeBlock + threadIdx.x;
+    const bool has_column = threadIdx.x < kQuantizeBlock && column < p.columns;
+    Part<S> x;
+    load<S>(p, row_tile, column_tile, x);
+    if (threadIdx.x == 0) tell();
+    if (finds) {
+      find_columns<S>(x, peaks);
+      __syncthreads();
+      if (has_column) {
+        atomicMax(p.column_peaks + column, largest_of(&peaks.of_columns[0][threadIdx.x], kQuantizeBlock));
+      }
+      pending = column_tile;
+      continue;
+    }
+    if (threadIdx.x == 0) {
+      const volatile uint32_t* const arrived = p.tickets + 1 + column_tile;
+      while (*arrived < static_cast<uint32_t>(p.row_tiles)) __nanosleep(32);
+      __threadfence();
+    }
+    __syncthreads();
+    if (threadIdx.x < kQuantizeBlock) {
+      const float scale = scale_of<kTo>(has_column ? __ldcg(p.column_peaks + column) : 0u, p.power_of_2);
+      factors.of_columns[threadIdx.x] = reciprocal(scale);
+      if (has_column && row_tile == 0) p.turned_scale[column] = scale;
+    }
+    __syncthreads();
+    turn_scaled<S, kTo>(x, factors, turned);
+    __syncthreads();
+    write_turned<S>(p, row_tile, column_tile, turned);
   }
-  __syncthreads();
-  if (threadIdx.x < kQuantizeBlock) {
-    const float scale = scale_of<kTo>(has_column ? __ldcg(p.column_peaks + column) : 0u, p.power_of_2);
-    factors.of_columns[threadIdx.x] = reciprocal(scale);
-    if (has_column && row_tile == 0) p.turned_scale[column] = scale;
-  }
-  __syncthreads();
-  turn_scaled<S, kTo>(x, factors, turned, narrow);
-  __syncthreads();
-  write_turned<S>(p, row_tile, column_tile, turned);
+  if (threadIdx.x == 0) tell();
 }
 
 // kHeld units of a row stay in a thread's registers, kThreads of which have a row; what lies behind is read
 // again.
 template <class S, Fp8Format kTo, int kThreads, int kHeld>
-__global__ void __launch_bounds__(kThreads < kQuantizeThreads ? kQuantizeThreads : kThreads, 1)
+__global__ void __launch_bounds__(
+    kThreads<kQuantizeThreads ? kQuantizeThreads : kThreads, kThreads> kQuantizeThreads ? 2 : 4)
     quantize_rows(const __grid_constant__ QuantizeParams p) {
   constexpr int kStep = kThreads * S::kCount;
   const int t = static_cast<int>(threadIdx.x) % kThreads;
@@ -445,9 +494,11 @@ __global__ void __launch_bounds__(kQuantizeThreads, kCtas<S>)
   if (threadIdx.x == 0) atomicMax(const_cast<uint32_t*>(p.amax), min(largest_of(of_warps, 1), kInfinityBits));
 }
 
-inline int64_t strip_tasks(const QuantizeParams& p) {
+template <class S, Fp8Format kTo>
+QuantizeLaunch strips_launch(const QuantizeParams& p) {
   const int64_t groups = (p.column_tiles + p.group - 1) / p.group;
-  return 2 * groups * p.group * p.row_tiles;
+  return {reinterpret_cast<const void*>(&quantize_strips<S, kTo>), 2 * groups * p.group * p.row_tiles,
+          kQuantizeThreads, kStripCtas<S>};
 }
 
 template <class S, Fp8Format kTo>
@@ -457,9 +508,7 @@ QuantizeLaunch quantize_launch(QuantizeKernel kernel, const QuantizeParams& p) {
   if (kernel == QuantizeKernel::kLargest) {
     return {function(&find_largest<S>), tiles, kQuantizeThreads, kCtas<S>};
   }
-  if (kernel == QuantizeKernel::kStrips) {
-    return {function(&quantize_strips<S, kTo>), strip_tasks(p)};
-  }
+  if (kernel == QuantizeKernel::kStrips) return strips_launch<S, kTo>(p);
   if (kernel == QuantizeKernel::kTiles) {
     if (p.turned == nullptr) return {function(&quantize_tiles<S, kTo, true, false>), tiles};
     if (p.plain == nullptr) return {function(&quantize_tiles<S, kTo, false, true>), tiles};
@@ -471,6 +520,7 @@ QuantizeLaunch quantize_launch(QuantizeKernel kernel, const QuantizeParams& p) {
     return {function(&quantize_rows<S, kTo, 32, 8>), (p.rows + kRowsOfWarps - 1) / kRowsOfWarps};
   }
   if (p.columns <= 256 * 4 * S::kCount) return {function(&quantize_rows<S, kTo, 256, 4>), p.rows, 256};
+  if (p.columns <= 256 * 8 * S::kCount) return {function(&quantize_rows<S, kTo, 256, 8>), p.rows, 256};
   return {function(&quantize_rows<S, kTo, 512, 8>), p.rows, 512};
 }
 

@@ -26,9 +26,7 @@ template <Fp8Format kTo>
 QuantizeLaunch scaled(QuantizeKernel kernel, const QuantizeParams& p) {
   using Source = Fp8Source<kTo>;
   const int64_t tiles = int64_t{p.row_tiles} * p.column_tiles;
-  if (kernel == QuantizeKernel::kStrips) {
-    return {reinterpret_cast<const void*>(&quantize_strips<Source, kTo>), strip_tasks(p)};
-  }
+  if (kernel == QuantizeKernel::kStrips) return strips_launch<Source, kTo>(p);
   return {reinterpret_cast<const void*>(&quantize_tiles<Source, kTo, false, true>), tiles};
 }
 

@@ -20,19 +20,27 @@ __device__ __forceinline__ uint32_t word_of(const uint4& u, int i) {
   return i == 0 ? u.x : i == 1 ? u.y : i == 2 ? u.z : u.w;
 }
 
+struct Exact {
+  static constexpr bool kToBf16 = false;
+};
+struct ToBf16 {
+  static constexpr bool kToBf16 = true;
+};
+
 // A source has, for 16 bytes ("a unit"):
 //   Element, kCount    elements
 //   kPeaks, peak       absolute values, in kPeaks words
 //   larger, bits       of such words; the bits of element j as a float
 //   value              of element j
-// scale and narrow are FP8's.
+// The scale, and the rounding, are FP8's.
 template <class T>
 struct PairSource {
   using Element = T;
   static constexpr int kCount = 8;
   static constexpr int kPeaks = 4;
   static constexpr bool kScaled = false;
-  static __device__ __forceinline__ uint32_t peak(const uint4& u, int i, float, bool) {
+  template <class Rounding>
+  static __device__ __forceinline__ uint32_t peak(const uint4& u, int i, float, Rounding) {
     return word_of(u, i) & 0x7fff7fffu;
   }
   static __device__ __forceinline__ uint32_t larger(uint32_t a, uint32_t b) { return __vmaxu2(a, b); }
@@ -43,7 +51,8 @@ struct PairSource {
   static __device__ __forceinline__ uint32_t all_bits(uint32_t peak) {
     return max(bits(&peak, 0), bits(&peak, 1));
   }
-  static __device__ __forceinline__ float value(const uint4& u, int j, float, bool) {
+  template <class Rounding>
+  static __device__ __forceinline__ float value(const uint4& u, int j, float, Rounding) {
     return widened(word_of(u, j / 2), j % 2);
   }
 
@@ -62,43 +71,47 @@ struct Fp32Source {
   static constexpr int kCount = 4;
   static constexpr int kPeaks = 4;
   static constexpr bool kScaled = false;
-  static __device__ __forceinline__ uint32_t peak(const uint4& u, int i, float, bool) {
+  template <class Rounding>
+  static __device__ __forceinline__ uint32_t peak(const uint4& u, int i, float, Rounding) {
     return word_of(u, i) & 0x7fffffffu;
   }
   static __device__ __forceinline__ uint32_t larger(uint32_t a, uint32_t b) { return max(a, b); }
   static __device__ __forceinline__ uint32_t bits(const uint32_t* peaks, int j) { return peaks[j]; }
   static __device__ __forceinline__ uint32_t all_bits(uint32_t peak) { return peak; }
-  static __device__ __forceinline__ float value(const uint4& u, int j, float, bool) {
+  template <class Rounding>
+  static __device__ __forceinline__ float value(const uint4& u, int j, float, Rounding) {
     return __uint_as_float(word_of(u, j));
   }
 };
 
-// FP8 values times their scale; narrow: as bfloat16, in which that is exact if the scale is a power of two.
+// FP8 values times their scale, as they are or as bfloat16.
 template <Fp8Format kFrom>
 struct Fp8Source {
   using Element = uint8_t;
   static constexpr int kCount = 16;
   static constexpr int kPeaks = 16;
   static constexpr bool kScaled = true;
-  static __device__ __forceinline__ uint32_t peak(const uint4& u, int i, float scale, bool narrow) {
-    return __float_as_uint(value(u, i, scale, narrow)) & 0x7fffffffu;
+  template <class Rounding>
+  static __device__ __forceinline__ uint32_t peak(const uint4& u, int i, float scale, Rounding rounding) {
+    return __float_as_uint(value(u, i, scale, rounding)) & 0x7fffffffu;
   }
   static __device__ __forceinline__ uint32_t larger(uint32_t a, uint32_t b) { return max(a, b); }
   static __device__ __forceinline__ uint32_t bits(const uint32_t* peaks, int j) { return peaks[j]; }
   static __device__ __forceinline__ uint32_t all_bits(uint32_t peak) { return peak; }
-  static __device__ __forceinline__ float value(const uint4& u, int j, float scale, bool narrow) {
+  template <class Rounding>
+  static __device__ __forceinline__ float value(const uint4& u, int j, float scale, Rounding) {
     const float product = __fmul_rn(decoded(u, j), scale);
-    return narrow ? __bfloat162float(__float2bfloat16_rn(product)) : product;
-  }
-  static __device__ __forceinline__ uint32_t byte(const uint4& u, int j) {
-    return word_of(u, j / 4) >> (8 * (j % 4)) & 0xffu;
+    return Rounding::kToBf16 ? __bfloat162float(__float2bfloat16_rn(product)) : product;
   }
 
  private:
+  // In pairs, as the instruction has them: the compiler makes each once.
   static __device__ __forceinline__ float decoded(const uint4& u, int j) {
     constexpr auto kKind = kFrom == Fp8Format::kE4m3 ? __NV_E4M3 : __NV_E5M2;
-    const auto half = __nv_cvt_fp8_to_halfraw(static_cast<__nv_fp8_storage_t>(byte(u, j)), kKind);
-    return __half2float(__half(half));
+    const uint32_t word = word_of(u, j / 4);
+    const auto pair = static_cast<__nv_fp8x2_storage_t>(j % 4 < 2 ? word : word >> 16);
+    const __half2_raw halves = __nv_cvt_fp8x2_to_halfraw2(pair, kKind);
+    return __half2float(__ushort_as_half(j % 2 == 0 ? halves.x : halves.y));
   }
 };
 
@@ -163,7 +176,7 @@ __device__ __forceinline__ void store_unit(const QuantizeParams& p, const uint4&
   for (int w = 0; w < S::kCount / 4; ++w) {
     float v[4];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) v[j] = __fmul_rn(S::value(unit, 4 * w + j, 1.0f, false), factor);
+    for (int j = 0; j < 4; ++j) v[j] = __fmul_rn(S::value(unit, 4 * w + j, 1.0f, Exact()), factor);
     words[w] = packed<kTo>(v[0], v[1], v[2], v[3]);
   }
   uint8_t* const to = p.plain + row * p.columns + column;
