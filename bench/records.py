@@ -86,7 +86,7 @@ class Row:
     """One measurement.
 
     Attributes:
-        suite: "link", "gemm", "overlap", "layer" or "train".
+        suite: "link", "gemm", "sweep", "quantize", "overlap", "layer" or "train".
         case: name of the case, unique within the suite for given dtype and world: "AG gpt3 M8192".
         op: what is computed or moved: "matmul", "all_gather_matmul", "push", ...
         variant: the implementation: "nccl+cublas", "streamk", "symm_mem", ...

@@ -33,12 +33,13 @@ __all__ = [
     "within",
 ]
 
-SUITES = ("link", "gemm", "sweep", "overlap", "layer", "train")
+SUITES = ("link", "gemm", "sweep", "quantize", "overlap", "layer", "train")
 
 # The variant that ratios refer to, the first that was measured; otherwise the first peer.
 BASELINES: Mapping[str, tuple[str, ...]] = {
     "gemm": ("cublas", "blas"),
     "sweep": ("cublas", "blas"),
+    "quantize": ("torch",),
     "overlap": ("nccl+cublas", "gloo+blas"),
     "layer": ("nccl+cublas", "gloo+blas"),
     "train": ("nccl+cublas", "gloo+blas"),

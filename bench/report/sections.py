@@ -63,6 +63,10 @@ _TITLES = {
         "Sweep",
         "Shapes sampled log-uniformly from the domain of the Stream-K paper, our kernel forced. Each dot is a shape.",
     ),
+    "quantize": (
+        "Quantisation",
+        "FP8 data and scales of a matrix, of its transposed, or of both, beside a copy of as many bytes.",
+    ),
     "overlap": (
         "Overlap",
         "A product and the collective beside it. A speed-up is the time of the two one after the other over that of "
@@ -225,6 +229,7 @@ _PARTS: dict[str, Callable[[Sequence[Row], Pictures], list[Part]]] = {
     "link": _link,
     "gemm": _gemm,
     "sweep": _sweep,
+    "quantize": lambda rows, drawn: [],
     "overlap": _overlap,
     "layer": _models(
         "layer",

@@ -21,6 +21,7 @@ from .tables_link import link_tables
 from .tables_model import layer_tables, train_tables
 from .tables_overlap import overlap_tables
 from .tables_overlap_bars import overlap_bars_tables
+from .tables_quantize import quantize_tables
 from .tables_sweep import sweep_bars_tables, sweep_tables
 
 __all__ = ["TABLES", "select", "suite_of", "suite_tables", "suites_of"]
@@ -35,6 +36,7 @@ TABLES: dict[str, Callable[[Sequence[Row], Links], list[Table]]] = {
     "link": lambda rows, _: link_tables(rows),
     "gemm": lambda rows, _: _gemm(rows),
     "sweep": lambda rows, _: sweep_tables(rows),
+    "quantize": lambda rows, _: quantize_tables(rows),
     "overlap": overlap_tables,
     "layer": lambda rows, _: layer_tables(rows),
     "train": lambda rows, _: train_tables(rows),

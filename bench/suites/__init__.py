@@ -14,7 +14,7 @@ from ..suite import Suite
 
 __all__ = ["SUITES", "load", "names"]
 
-SUITES = ("link", "gemm", "sweep", "overlap", "layer", "train")
+SUITES = ("link", "gemm", "sweep", "quantize", "overlap", "layer", "train")
 
 
 def names() -> list[str]:

@@ -88,6 +88,25 @@ STABLE_TORCH_LIBRARY(tpkernels, m) {
       "sum_ranks(Tensor pieces, Tensor? own, int rank, Tensor? bias, Tensor? residual, Tensor(o!) out, int "
       "first_column=0) -> ()");
 
+  // tpk.quantize (tpkernels/fp8/_quantize.py says what it computes): [data, scale] of x [rows, K] unless
+  // plain is False, then, if turned, [data, scale] of x^T. amax, of one element: taken instead of x's.
+  // requantize_transposed: [data, scale] of the transposed of what is quantised already.
+  m.def(
+      "quantize(Tensor x, str scaling, ScalarType dtype, bool power_of_2, bool plain, bool turned, "
+      "Tensor? amax) -> Tensor[]");
+  m.def("requantize_transposed(Tensor data, Tensor scale, str scaling, bool power_of_2) -> Tensor[]");
+  // Of each of xs the largest absolute value, float32 [len(xs)]; inf where one is not finite.
+  m.def("largest(Tensor[] xs) -> Tensor");
+  // What the three run on CUDA, in _C_sm80. x [rows, columns], columns contiguous; plain [rows, columns] and
+  // turned [columns, rows], each with its scales, contiguous. scaling is one of tpk.quantize's; tensorwise,
+  // amax is the largest absolute value of x. x in FP8 stands for x * x_scale ([rows, 1] or [rows,
+  // ceil(columns / 128)]), or without x_scale for its bytes, and only turned is made.
+  m.def(
+      "quantize_fp8(Tensor x, Tensor? x_scale, Tensor? amax, Tensor(a!)? plain, Tensor(b!)? plain_scale, "
+      "Tensor(c!)? turned, Tensor(d!)? turned_scale, str scaling, bool power_of_2) -> ()");
+  // amax (float32, one element) = largest absolute value of x [rows, columns], columns contiguous.
+  m.def("find_largest(Tensor x, Tensor(a!) amax) -> ()");
+
   // The Stream-K kernels, below every path named "streamk": CPU executor in _C, the portable CUDA kernel in
   // _C_sm80, the Hopper kernel in _C_sm90a. What is computed, and in which order: kernels/gemm_call.hpp.
   // a [B, M, K], b and gate [B, K, N], bias [N], out, preact and residual [B, M, N], any strides. residual

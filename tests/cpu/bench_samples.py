@@ -429,9 +429,45 @@ def link_rows(world: int = 4) -> list[Row]:
 # --- files ---------------------------------------------------------------------------------------------------
 
 
+# --- quantize ------------------------------------------------------------------------------------------------
+
+
+def quantize_rows() -> list[Row]:
+    rows = []
+    for scaling, reads in (("tensorwise", 4), ("rowwise", 2), ("blockwise_1x128", 2)):
+        params = {"m": 8192, "k": 8192, "scaling": scaling}
+        moved = float(8192 * 8192 * (reads + 1))
+        for variant, role, part in (
+            ("torch", "peer", 0.3), ("torch-compile", "peer", 0.6), ("ours", "ours", 0.9), ("copy", "ceiling", 1.0)
+        ):  # fmt: skip
+            us = stats(moved / HBM / part)
+            more = {"dtype": "bfloat16", "bytes": moved, "params": params, "shape_set": "large"}
+            rows.append(
+                Row(
+                    "quantize",
+                    f"square quantize {scaling}",
+                    "quantize",
+                    variant,
+                    role,
+                    us=us,
+                    run=RUN,
+                    **more,
+                )
+            )
+    return rows
+
+
 def rows() -> list[Row]:
     """Rows of every suite."""
-    return [*link_rows(), *gemm_rows(), *sweep_rows(), *overlap_rows(), *layer_rows(), *train_rows()]
+    return [
+        *link_rows(),
+        *gemm_rows(),
+        *sweep_rows(),
+        *quantize_rows(),
+        *overlap_rows(),
+        *layer_rows(),
+        *train_rows(),
+    ]
 
 
 def few_rows() -> list[Row]:
@@ -440,6 +476,7 @@ def few_rows() -> list[Row]:
         *link_rows(2),
         *gemm_rows(sweep=6),
         *sweep_rows(6),
+        *quantize_rows(),
         *overlap_rows((2,), (16, 2048, 8192)),
         *layer_rows(2),
         *train_rows(2),

@@ -115,7 +115,7 @@ def test_the_page_has_both_themes(page):
 def test_the_page_has_every_picture_and_table(page):
     ids = re.findall(r'\bid="([^"]+)"', page)
     assert len(ids) == len(set(ids))
-    assert {"link", "gemm", "sweep", "overlap", "layer", "train", "traces"} <= set(ids)
+    assert {"link", "gemm", "sweep", "quantize", "overlap", "layer", "train", "traces"} <= set(ids)
     for title in (
         "Transports",
         "A GEMM beside each transport",

@@ -195,6 +195,15 @@ def test_link_tables():
     assert tables["constants of the models, 4 ranks"].rows[0][1].text == "2,900"
 
 
+def test_quantize_tables():
+    (table,) = suite_tables(samples.quantize_rows(), "quantize")
+    assert table.title == "quantize, bfloat16" and [line[1].text for line in table.rows][1] == "rowwise"
+    line = texts(table)
+    assert (line["M × K"], line["scales"], line["MB"]) == ("8192 × 8192", "tensorwise", "336")
+    at = [c.name for c in table.columns].index("ours, GB/s")
+    assert [cell.text for cell in table.rows[0][at : at + 2]] == [number(samples.HBM * 0.9 / 1e3), "90 %"]
+
+
 def test_every_table_copes_with_what_is_missing():
     rows = samples.few_rows()
     for suite in suites_of(rows):
@@ -205,7 +214,7 @@ def test_every_table_copes_with_what_is_missing():
         for status in ("failed", "skipped", "timeout", "crashed", "error"):
             lost = [dataclasses.replace(r, status=status, us=None, host_us=None) for r in own]
             suite_tables(lost, suite)
-    assert suites_of(rows) == ["link", "gemm", "sweep", "overlap", "layer", "train"]
+    assert suites_of(rows) == ["link", "gemm", "sweep", "quantize", "overlap", "layer", "train"]
 
 
 def test_markdown_escapes_and_aligns():

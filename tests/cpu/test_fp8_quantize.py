@@ -186,6 +186,52 @@ def test_transposed_copies(scaling: str, dtype: torch.dtype, seed: int) -> None:
     assert torch.equal(turned.dequantize()[normal], q.dequantize().t()[normal])
 
 
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_both_at_once(scaling: str, generator_of_rows) -> None:
+    x = generator_of_rows((140, 200)).to(torch.bfloat16)
+    for dtype, power in ((E4M3, True), (E5M2, False)):
+        options = {"round_scales_to_power_of_2": power}
+        made = tpk.fp8.quantize_both(x, scaling, dtype, **options)
+        for mine, turned in zip(made, (False, True), strict=True):
+            wanted = tpk.quantize(x, scaling, dtype, transpose=turned, **options)
+            assert torch.equal(mine.data.view(torch.uint8), wanted.data.view(torch.uint8))
+            assert (
+                mine.data.is_contiguous()
+                and torch.equal(mine.scale, wanted.scale)
+                and mine.scaling == scaling
+            )
+    if scaling == "tensorwise":
+        given = x.abs().amax().float() / 16
+        (_, turned), wanted = (
+            tpk.fp8.quantize_both(x, amax=given),
+            tpk.quantize(x, amax=given, transpose=True),
+        )
+        assert torch.equal(turned.data.view(torch.uint8), wanted.data.view(torch.uint8))
+    if scaling != "blockwise_128x128":
+        cube, turned = tpk.fp8.quantize_both(x.view(7, 20, 200), scaling)
+        assert cube.data.shape == (7, 20, 200) and turned.data.shape == (200, 140)
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("shape", [(140, 200), (0, 5)])
+def test_operations_of_the_dispatcher(scaling: str, shape: tuple[int, int], seed: int) -> None:
+    """Which CUDA runs: schemas, fakes, and on the CPU the formula."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    ops, tests = torch.ops.tpkernels, ("test_faketensor",)
+    for plain, turned in ((True, True), (True, False), (False, True)):
+        torch.library.opcheck(ops.quantize, (x, scaling, E4M3, True, plain, turned, None), test_utils=tests)
+    data, scale, data_t, scale_t = ops.quantize(x, scaling, E4M3, True, True, True, None)
+    torch.library.opcheck(ops.requantize_transposed, (data, scale, scaling, True), test_utils=tests)
+    assert torch.equal(scale, tpk.quantize(x, scaling, round_scales_to_power_of_2=True).scale)
+    again = tpk.quantize(x, scaling, transpose=True, round_scales_to_power_of_2=True)
+    assert torch.equal(data_t.view(torch.uint8), again.data.view(torch.uint8)) and torch.equal(
+        scale_t, again.scale
+    )
+    torch.library.opcheck(ops.largest, ([x, 2 * x],), test_utils=tests)
+    sizes = [float(t.abs().max()) if t.numel() else 0.0 for t in (x, 2 * x)]
+    assert ops.largest([x, 2 * x]).tolist() == sizes
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("shape", [(128, 256), (140, 137)])

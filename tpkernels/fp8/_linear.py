@@ -9,7 +9,7 @@ contracted dimension is contiguous, as FP8 tensor cores take no other:
 
 - Of x the backward pass keeps its FP8 values alone, half the bytes of bfloat16; x^T is made of them.
 - W is quantised where it is needed, forward and backward, from the parameter.
-- dY^T is made of dY where that is at hand in high precision, else of what was gathered.
+- dY^T is made of dY where that is at hand in high precision, together with dY's FP8, else of what was gathered.
 - Tensorwise, x^T, W^T and dY^T are the same bytes in another order; so is W^T blockwise.
 
 Over a group, tensorwise scales are of the largest value of all ranks' parts: one all-reduce of a few numbers for each
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tpkernels.fp8._quantize import Quantized, amax_of, quantize_by, scale_of
+from tpkernels.fp8._quantize import Quantized, largest_of, make
 from tpkernels.fp8.recipe import Fp8Recipe
 from tpkernels.ops import _groups
 from tpkernels.ops._main_grad import Target
@@ -53,26 +53,42 @@ class Call(NamedTuple):
     keep_gathered: bool = False
 
 
-def _scales(call: Call, tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor | None]:
-    """Tensorwise the scale of each tensor, over the group; else None for each."""
-    recipe = call.recipe
-    if recipe.scaling != "tensorwise" or not tensors:
+def _largest(call: Call, tensors: Sequence[Tensor]) -> list[Tensor | None]:
+    """Tensorwise the largest absolute value of each tensor, over the group; else None for each."""
+    if call.recipe.scaling != "tensorwise" or not tensors:
         return [None] * len(tensors)
-    largest = torch.cat([amax_of(x.detach(), "tensorwise") for x in tensors])
+    largest = largest_of([x.detach() for x in tensors])
     if call.group is not None:
         largest = _ops.all_reduce(largest, "max", call.group)
-    return list(scale_of(largest, dtype, power_of_2=recipe.power_of_2).split(1))
+    return list(largest.split(1))
 
 
 def _quantized(
-    call: Call, x: Tensor, scaling: str, scale: Tensor | None, dtype: torch.dtype, transpose: bool = False
+    call: Call, x: Tensor, scaling: str, amax: Tensor | None, dtype: torch.dtype, transpose: bool = False
 ) -> Quantized:
-    """As ``quantize``, of checked arguments; scale: where it is known."""
-    x = x.detach()
-    if scale is None:
-        amax = amax_of(x, scaling, transpose=transpose)
-        scale = scale_of(amax, dtype, power_of_2=call.recipe.power_of_2)
-    return quantize_by(x, scale, scaling, dtype, transpose=transpose)
+    """As ``quantize``, of checked arguments; amax: from ``_largest``."""
+    power = call.recipe.power_of_2
+    (made,) = make(
+        x.detach(), scaling, dtype, power, amax, plain=not transpose, turned=transpose, trusted=True
+    )
+    return made
+
+
+def _gradient(
+    call: Call, dy: Tensor, amax: Tensor | None, turned: bool
+) -> tuple[Quantized, Quantized | None]:
+    """dY along N and, if ``turned``, dY^T along M."""
+    recipe = call.recipe
+    made = make(
+        dy.detach(),
+        recipe.operand_scaling,
+        recipe.grad_dtype,
+        recipe.power_of_2,
+        amax,
+        turned=turned,
+        trusted=True,
+    )
+    return made[0], made[1] if turned else None
 
 
 def _factor(q: Quantized) -> tuple[Tensor, Tensor]:
@@ -81,27 +97,24 @@ def _factor(q: Quantized) -> tuple[Tensor, Tensor]:
     return right.data, right.scale
 
 
-def _weights(call: Call, bs: Sequence[Tensor], scales: Sequence[Tensor | None], transpose: bool) -> Any:
+def _weights(call: Call, bs: Sequence[Tensor], amaxes: Sequence[Tensor | None], transpose: bool) -> Any:
     """The right factors of x, or (transpose) of dY, and their scales."""
     recipe = call.recipe
     made = [
-        _factor(_quantized(call, b.t(), recipe.weight_scaling, scale, recipe.forward_dtype, transpose))
-        for b, scale in zip(bs, scales, strict=True)
+        _factor(_quantized(call, b.t(), recipe.weight_scaling, amax, recipe.forward_dtype, transpose))
+        for b, amax in zip(bs, amaxes, strict=True)
     ]
     return [data for data, _ in made], [scale for _, scale in made]
 
 
-def _weight_grad(
-    call: Call, i: int, dy: Tensor | None, dq: Quantized, x_t: Quantized, b: Tensor
-) -> Tensor | None:
-    """dW^T, lying as ``b`` [K, N] does; dy: where it is at hand."""
+def _wants_weight_grad(call: Call, i: int) -> bool:
+    target = call.targets[i]
+    return target is None or target.wanted()
+
+
+def _weight_grad(call: Call, i: int, dy_t: Quantized, x_t: Quantized, b: Tensor) -> Tensor | None:
+    """dW^T, lying as ``b`` [K, N] does, of both factors along M."""
     recipe, target = call.recipe, call.targets[i]
-    if target is not None and not target.wanted():
-        return None
-    if dy is None or recipe.scaling == "tensorwise":
-        dy_t = dq.transposed(round_scales_to_power_of_2=recipe.power_of_2)
-    else:
-        dy_t = _quantized(call, dy, recipe.operand_scaling, None, recipe.grad_dtype, transpose=True)
     out_dtype = b.dtype if target is None else torch.float32
     right, scale = _factor(x_t)
     end = (None, out_dtype, recipe.fast_accumulation, call.path)
@@ -119,7 +132,7 @@ class _Column(torch.autograd.Function):
     def forward(ctx: Any, call: Call, x: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         recipe, n = call.recipe, len(call.keep)
         bs, biases = tensors[:n], tensors[n:]
-        of_x, *of_bs = _scales(call, [x, *(b.t() for b in bs)], recipe.forward_dtype)
+        of_x, *of_bs = _largest(call, [x, *(b.t() for b in bs)])
         data, scale, _ = _quantized(call, x, recipe.operand_scaling, of_x, recipe.forward_dtype)
         rights, scales = _weights(call, bs, of_bs, False)
         keep = any(call.keep)
@@ -160,26 +173,25 @@ class _Column(torch.autograd.Function):
         present = [i for i in range(n) if dys[i] is not None]
         given: list[Tensor] = [dy for dy in dys if dy is not None]
         if present and (need[1] or any(need[2 + i] for i in present)):
-            of_dys = _scales(call, given, recipe.grad_dtype)
-            dqs = [
-                _quantized(call, dy, recipe.operand_scaling, scale, recipe.grad_dtype)
-                for dy, scale in zip(given, of_dys, strict=True)
-            ]
+            wanted = [need[2 + i] and _wants_weight_grad(call, i) for i in present]
+            of_dys = _largest(call, given)
+            made = [_gradient(call, *each) for each in zip(given, of_dys, wanted, strict=True)]
+            dqs = [dq for dq, _ in made]
             if need[1]:
                 rights, scales = _weights(call, [bs[i] for i in present], [of_bs[i] for i in present], True)
                 grad_x = _sum(ctx, call, [q.data for q in dqs], rights, [q.scale for q in dqs], scales)
-            if any(need[2 + i] for i in present):
+            if any(wanted):
                 x_q = Quantized(saved[-n - 2], saved[-n - 1], recipe.operand_scaling)
                 if call.cut and not ctx.gathered:
                     x_q = _gathered(call, x_q, call.sizes)
                 x_t = x_q.transposed(round_scales_to_power_of_2=recipe.power_of_2)
-                for i, dy, dq in zip(present, given, dqs, strict=True):
-                    if need[2 + i]:
-                        grads[i] = _weight_grad(call, i, dy, dq, x_t, bs[i])
+                for i, (_, dy_t) in zip(present, made, strict=True):
+                    if dy_t is not None:
+                        grads[i] = _weight_grad(call, i, dy_t, x_t, bs[i])
         of_biases: list[Tensor | None] = []
         for place, (i, dtype) in enumerate(zip(call.bias_of, ctx.bias_dtypes, strict=True)):
-            wanted = dys[i] if need[2 + n + place] else None
-            of_biases.append(None if wanted is None else _sum_rows(wanted).to(dtype))
+            dy = dys[i] if need[2 + n + place] else None
+            of_biases.append(None if dy is None else _sum_rows(dy).to(dtype))
         return None, grad_x, *grads, *of_biases
 
 
@@ -227,7 +239,7 @@ class _Row(torch.autograd.Function):
         ctx: Any, call: Call, x: Tensor, b: Tensor, bias: Tensor | None, residual: Tensor | None
     ) -> Tensor:
         recipe = call.recipe
-        of_x, of_b = _scales(call, [x, b.t()], recipe.forward_dtype)
+        of_x, of_b = _largest(call, [x, b.t()])
         data, scale, _ = _quantized(call, x, recipe.operand_scaling, of_x, recipe.forward_dtype)
         rights, scales = _weights(call, [b], [of_b], False)
         terms = [term if term is None else term.detach() for term in (bias, residual)]
@@ -253,8 +265,9 @@ class _Row(torch.autograd.Function):
         _, need_x, need_b, need_bias, need_residual = ctx.needs_input_grad
         grad_x = grad_b = grad_bias = None
         if need_x or need_b:
-            (of_dy,) = _scales(call, [dy], recipe.grad_dtype)
-            dq = _quantized(call, dy, recipe.operand_scaling, of_dy, recipe.grad_dtype)
+            wanted = need_b and _wants_weight_grad(call, 0)
+            (of_dy,) = _largest(call, [dy])
+            dq, dy_t = _gradient(call, dy, of_dy, wanted and not call.cut)
             sizes = _sizes(ctx, call) if call.cut else None
             end = (ctx.dtype, recipe.fast_accumulation)
             if need_x:
@@ -267,12 +280,14 @@ class _Row(torch.autograd.Function):
                     dq = Quantized(whole, scale, dq.scaling)
                 else:
                     grad_x = _ops.scaled_matmul(dq.data, right, dq.scale, of_right, None, *end, call.path)
-            elif call.cut:
+            elif call.cut and wanted:
                 dq = _gathered(call, dq, sizes)
-            if need_b:
+            if wanted:
                 x_q = Quantized(saved[-3], saved[-2], recipe.operand_scaling)
                 x_t = x_q.transposed(round_scales_to_power_of_2=recipe.power_of_2)
-                grad_b = _weight_grad(call, 0, None if call.cut else dy, dq, x_t, b)
+                if dy_t is None:
+                    dy_t = dq.transposed(round_scales_to_power_of_2=recipe.power_of_2)
+                grad_b = _weight_grad(call, 0, dy_t, x_t, b)
         if need_bias:
             total = _sum_rows(dy)
             if call.cut:  # in high precision, of the ranks' rows

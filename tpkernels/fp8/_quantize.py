@@ -21,14 +21,14 @@ GPU, reciprocals are not correctly rounded: where scales are no powers of two, v
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from tpkernels.errors import ArgumentError, DTypeError, ShapeError
+from tpkernels.fp8 import _formula, _kernels
+from tpkernels.fp8._formula import BLOCK, DTYPES, SCALINGS, spread
 from tpkernels.ops import _checks
 from tpkernels.ops._arrays import tensor
 
@@ -37,18 +37,12 @@ __all__ = [
     "DTYPES",
     "SCALINGS",
     "Quantized",
-    "amax_of",
+    "largest_of",
+    "make",
     "quantize",
-    "quantize_by",
-    "scale_of",
+    "quantize_both",
     "spread",
 ]
-
-BLOCK = 128
-SCALINGS = ("tensorwise", "rowwise", "blockwise_1x128", "blockwise_128x128")
-#: The formats and their largest values.
-DTYPES = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
-_SMALLEST_SCALE = 2.0**-126  # its reciprocal is finite
 
 
 class Quantized(NamedTuple):
@@ -75,15 +69,16 @@ class Quantized(NamedTuple):
         belongs to a row. With scales that are powers of two, here and before, this rounds only what lies more than
         2^14 below its new neighbours' largest value (e4m3), and nothing else a second time.
         """
-        if self.scaling == "blockwise_128x128":
-            return Quantized(self.data.t().contiguous(), self.scale.t().contiguous(), self.scaling)
+        data, scale = self.data.flatten(0, -2), self.scale
+        if self.scaling in ("rowwise", "blockwise_1x128"):
+            scale = scale.flatten(0, -2)
+        turn = torch.ops.tpkernels.requantize_transposed if _kernels.run(data) else _formula.turn
+        made = turn(data, scale, self.scaling, round_scales_to_power_of_2)
         if self.scaling == "tensorwise":
-            return Quantized(self.data.flatten(0, -2).t().contiguous(), self.scale, self.scaling)
-        wide = torch.bfloat16 if round_scales_to_power_of_2 else torch.float32  # holds FP8 times 2^n exactly
-        x = self.dequantize(wide)
-        amax = amax_of(x, self.scaling, transpose=True)
-        scale = scale_of(amax, self.data.dtype, power_of_2=round_scales_to_power_of_2)
-        return quantize_by(x, scale, self.scaling, self.data.dtype, transpose=True)
+            return Quantized(made[0], scale, self.scaling)
+        if self.scaling == "blockwise_128x128":
+            return Quantized(made[0], scale.t().contiguous(), self.scaling)
+        return Quantized(made[0], made[1], self.scaling)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """data * scale, rounded once to ``dtype``."""
@@ -121,6 +116,36 @@ def quantize(
     Raises:
         ArgumentError, ShapeError, DTypeError.
     """
+    x = _checked(x, scaling, dtype, amax)
+    (made,) = make(x, scaling, dtype, round_scales_to_power_of_2, amax, plain=not transpose, turned=transpose)
+    return made
+
+
+@torch.no_grad()
+def quantize_both(
+    x: Tensor,
+    scaling: str = "tensorwise",
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    *,
+    round_scales_to_power_of_2: bool = False,
+    amax: Tensor | None = None,
+) -> tuple[Quantized, Quantized]:
+    """``quantize(x, ...)`` and ``quantize(x, ..., transpose=True)``; on GPUs x is read for both together.
+
+    What the gradients of a linear layer take of dY, each with scales of its own::
+
+        dq, dq_t = tpk.fp8.quantize_both(dy, "blockwise_1x128")  # [M, N] and [N, M]
+        dx = tpk.scaled_matmul(dq, wq.transposed().t())
+        dw = tpk.scaled_matmul(dq_t, x_t.t())
+
+    Args, raises: as :func:`quantize`.
+    """
+    x = _checked(x, scaling, dtype, amax)
+    made, turned = make(x, scaling, dtype, round_scales_to_power_of_2, amax, turned=True)
+    return made, turned
+
+
+def _checked(x: Tensor, scaling: str, dtype: torch.dtype, amax: Tensor | None) -> Tensor:
     x = tensor("x", x)
     check_scaling(scaling)
     if dtype not in DTYPES:
@@ -133,113 +158,41 @@ def quantize(
         )
     if scaling == "blockwise_128x128" and x.dim() != 2:
         raise ShapeError(f"x: blockwise_128x128 takes two dimensions, got shape {list(x.shape)}; flatten it.")
-    found = amax_of(x, scaling, transpose=transpose) if amax is None else amax.reshape(1).to(torch.float32)
-    scale = scale_of(found, dtype, power_of_2=round_scales_to_power_of_2)
-    return quantize_by(x, scale, scaling, dtype, transpose=transpose, clamp=amax is not None)
+    return x
+
+
+def make(
+    x: Tensor,
+    scaling: str,
+    dtype: torch.dtype,
+    power_of_2: bool,
+    amax: Tensor | None = None,
+    *,
+    plain: bool = True,
+    turned: bool = False,
+    trusted: bool = False,
+) -> list[Quantized]:
+    """Of checked arguments: x in FP8 if ``plain``, then x^T if ``turned``. trusted: nothing is larger than ``amax``."""
+    x = x.to(torch.float32) if x.dtype == torch.float64 else x
+    amax = None if amax is None else amax.reshape(1).to(torch.float32)
+    if not _kernels.run(x):
+        made = _formula.make(x, scaling, dtype, power_of_2, amax, plain, turned, trusted)
+    else:
+        made = torch.ops.tpkernels.quantize(x.flatten(0, -2), scaling, dtype, power_of_2, plain, turned, amax)
+        if plain and x.dim() > 2:
+            shape = x.shape[:-1]
+            made[0] = made[0].view(x.shape)
+            made[1] = made[1] if scaling == "tensorwise" else made[1].view(*shape, made[1].shape[-1])
+    return [Quantized(made[i], made[i + 1], scaling) for i in range(0, len(made), 2)]
+
+
+def largest_of(xs: list[Tensor]) -> Tensor:
+    """Largest absolute value of each, float32 [len(xs)]; inf for what is not finite."""
+    if all(_kernels.run(x) for x in xs):
+        return torch.ops.tpkernels.largest(xs)  # type: ignore[no-any-return]
+    return torch.cat([_formula.amax_of(x, "tensorwise") for x in xs])
 
 
 def check_scaling(scaling: str) -> None:
     if scaling not in SCALINGS:
         raise ArgumentError(f"scaling: expected one of {', '.join(SCALINGS)}, got {scaling!r}.")
-
-
-def amax_of(x: Tensor, scaling: str, *, transpose: bool = False) -> Tensor:
-    """Largest absolute values, float32, in the form of the scales of x (or of x^T); inf for what is not finite."""
-    x = _source(x, transpose)
-    blocks = _blocks(x, scaling)
-    dims = {"tensorwise": None, "rowwise": -1, "blockwise_1x128": -1, "blockwise_128x128": (1, 3)}[scaling]
-    if blocks.numel() == 0:  # has no largest value
-        shape = (
-            [1]
-            if scaling == "tensorwise"
-            else [*x.shape[:-1], 1]
-            if scaling == "rowwise"
-            else [n for d, n in enumerate(blocks.shape) if d not in _negative(dims, blocks.dim())]
-        )
-        return x.new_zeros(shape, dtype=torch.float32)
-    found = torch.linalg.vector_norm(
-        blocks, math.inf, dim=dims, keepdim=scaling == "rowwise", dtype=torch.float32
-    )
-    found = torch.nan_to_num(found, nan=math.inf, posinf=math.inf)
-    return found.reshape(1) if scaling == "tensorwise" else found
-
-
-def scale_of(amax: Tensor, dtype: torch.dtype, *, power_of_2: bool = False) -> Tensor:
-    """The scale for each ``amax``, see the module."""
-    # A product, in float32: CUDA divides by a number so, and the CPU does not.
-    scale = (amax * (1.0 / DTYPES[dtype])).clamp_min(_SMALLEST_SCALE)
-    if power_of_2:  # the next one, by its bits: a carry out of the mantissa raises the exponent
-        scale = ((scale.view(torch.int32) + 0x007FFFFF) & 0x7F800000).view(torch.float32)
-    scale = torch.where(torch.isfinite(amax), scale, math.nan)
-    return torch.where(amax == 0, 1.0, scale)
-
-
-def quantize_by(
-    x: Tensor,
-    scale: Tensor,
-    scaling: str,
-    dtype: torch.dtype,
-    *,
-    transpose: bool = False,
-    clamp: bool = False,
-) -> Quantized:
-    """x (or x^T) in FP8 with scales that are known. clamp: there may be values that are too large for them."""
-    x = _source(x, transpose)
-    reciprocal = 1.0 / scale
-    out = torch.empty(x.shape, dtype=dtype, device=x.device)
-    if scaling in ("tensorwise", "rowwise"):
-        _multiply(x, reciprocal, out, clamp)
-        return Quantized(out, scale, scaling)
-    if x.shape[-1] % BLOCK == 0 and (scaling == "blockwise_1x128" or x.shape[0] % BLOCK == 0):
-        factor = reciprocal.unsqueeze(-1) if scaling == "blockwise_1x128" else reciprocal[:, None, :, None]
-        _multiply(_blocks(x, scaling), factor, _blocks(out, scaling), clamp)
-    else:
-        _multiply(x, spread(reciprocal, x.shape), out, clamp)
-    return Quantized(out, scale, scaling)
-
-
-def _multiply(x: Tensor, factor: Tensor, out: Tensor, clamp: bool) -> None:
-    """``out = x * factor`` in float32, rounded to FP8."""
-    if clamp:
-        largest = DTYPES[out.dtype]
-        out.copy_((x * factor).clamp_(-largest, largest))
-    elif torch.compiler.is_compiling():  # fused by the compiler
-        out.copy_(x * factor)
-    else:  # one pass over memory
-        torch.mul(x, factor, out=out)
-
-
-def spread(scale: Tensor, shape: torch.Size) -> Tensor:
-    """A scale for each element, or what broadcasts to it."""
-    if scale.numel() == 1:
-        return scale.reshape([1] * len(shape))
-    for dim, n in enumerate(shape):
-        if scale.shape[dim] not in (1, n):
-            # By index: repeat_interleave of these came out wrong from inductor on the CPU (torch 2.14).
-            scale = scale.index_select(dim, torch.arange(n, device=scale.device) // BLOCK)
-    return scale
-
-
-def _source(x: Tensor, transpose: bool) -> Tensor:
-    x = x.to(torch.float32) if x.dtype == torch.float64 else x
-    if transpose:
-        x = x.flatten(0, -2).t()
-    return x
-
-
-def _blocks(x: Tensor, scaling: str) -> Tensor:
-    """A view of x [..., K] as blocks, zeros behind its ends: [..., K / 128, 128] or [M / 128, 128, K / 128, 128]."""
-    if scaling in ("tensorwise", "rowwise"):
-        return x
-    behind = -x.shape[-1] % BLOCK
-    if scaling == "blockwise_1x128":
-        x = F.pad(x, (0, behind)) if behind else x
-        return x.view(*x.shape[:-1], x.shape[-1] // BLOCK, BLOCK)
-    below = -x.shape[0] % BLOCK
-    x = F.pad(x, (0, behind, 0, below)) if behind or below else x
-    return x.view(x.shape[0] // BLOCK, BLOCK, x.shape[1] // BLOCK, BLOCK)
-
-
-def _negative(dims: int | tuple[int, ...] | None, count: int) -> set[int]:
-    """Dimensions counted from the front."""
-    return set() if dims is None else {d % count for d in ((dims,) if isinstance(dims, int) else dims)}
