@@ -132,7 +132,8 @@ def explain(op: str, a: Any, b: Any, group: _groups.GroupLike = None, **options:
     choice = _paths.choose_gemm(request, device, operand.dtype)
     if op == "grouped_matmul":
         place, path = _place(operand, device), options.get("path", "auto")
-        choice = _grouped.choose_grouped(path, place, operand, weight, sizes_of_groups)
+        gate = None if options.get("gate") is None else tensor("gate", options["gate"])
+        choice = _grouped.choose_grouped(path, place, operand, weight, sizes_of_groups, gate)
     if members is not None and members.world > 1 and op != "matmul_replicated":
         transport = _groups.transport_of(members, torch.device(device), "a")
         if op in described.OPS:
@@ -162,7 +163,14 @@ def explain(op: str, a: Any, b: Any, group: _groups.GroupLike = None, **options:
     sizes = _gemm.describe(whole, weight, gated=options.get("gate") is not None)
     sizes += f"; {way}" if way is not None else ""
     if op == "grouped_matmul":
-        sizes = _grouped.describe(_place(operand, device), operand, weight, sizes_of_groups, choice.gemm)
+        sizes = _grouped.describe(
+            _place(operand, device),
+            operand,
+            weight,
+            sizes_of_groups,
+            choice.gemm,
+            gated=options.get("gate") is not None,
+        )
     if operand.dtype not in _paths.STREAMK_DTYPES.get(device, ()):
         return Explanation(op, name, sizes, choice.why, wire, transfers=transfers)
     product = _product(whole, weight, _follows(op, operand, weight, options))
@@ -287,9 +295,7 @@ def _follows(op: str, operand: Tensor, weight: Tensor, options: dict[str, Any]) 
     if op in ("matmul_reduce_scatter", "matmul_all_reduce"):  # all follows the sum over the ranks
         return False, False
     activation = options.get("activation") or "none"
-    if op == "grouped_matmul":
-        return False, options.get("bias") is not None or activation != "none"
-    if op != "matmul":
+    if op not in _LOCAL:
         biases = options.get("biases")
         first = biases[0] if isinstance(biases, (list, tuple)) else biases
         return False, first is not None or activation != "none"
