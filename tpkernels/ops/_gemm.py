@@ -85,7 +85,7 @@ def run(
     if choice.open and mode.active():
         from tpkernels.tune import local
 
-        choice = local.tuned(choice, a, b, epilogue, out_dtype=out_dtype, want_preact=want_preact)
+        choice = local.tuned(choice, local.Call(a, b, epilogue, out_dtype, want_preact))
     with _nvtx.phase("product", choice.gemm):
         if choice.gemm == "streamk":
             product = _streamk(a, b, epilogue, out_dtype, want_preact, choice.plan)
@@ -102,7 +102,7 @@ def accumulate(choice: Choice, a: Tensor, b: Tensor, acc: Tensor) -> Choice:
     if choice.open and mode.active():
         from tpkernels.tune import local
 
-        choice = local.tuned(choice, a, b, PLAIN, out_dtype=acc.dtype, into=acc)
+        choice = local.tuned(choice, local.Call(a, b, PLAIN, acc.dtype, into=acc))
     with _nvtx.phase("product", choice.gemm):
         _accumulate(choice, a, b, acc)
     return choice

@@ -24,6 +24,7 @@ from tpkernels.ops._collectives import accumulate_dtype
 from tpkernels.ops._main_grad import Target
 from tpkernels.ops._matmul import half_grads, preact_grad
 from tpkernels.ops._registry import register
+from tpkernels.tune import mode
 
 _ops = torch.ops.tpkernels
 
@@ -164,6 +165,12 @@ def _implementation(
     dtype = _validate(a, b, gate, bias, group_sizes, activation, out_dtype)
     choice = choose_grouped(path, a.device, a, b, group_sizes, gate)
     epilogue = _gemm.Epilogue(gate, bias, activation=activation)
+    if choice.open and mode.active():
+        from tpkernels.tune import grouped, local
+
+        call = grouped.GroupedCall(a, b, epilogue, group_sizes, dtype, return_preact)
+        choice = local.tuned(choice, call, library(a.device))
+    choice = choice._replace(open=False)  # products of single groups are not tuned: there are too many
     with _nvtx.phase("product", choice.gemm):
         made = run(choice, a, b, epilogue, group_sizes, dtype, return_preact)
     detail = describe(a.device, a, b, group_sizes, choice.gemm, gated=gate is not None)
@@ -205,10 +212,14 @@ def run(
     return [out] if preact is None else [out, preact]
 
 
+def library(device: torch.device) -> str:
+    """Whose product for each group is timed beside ours."""
+    return "cublas" if device.type == "cuda" else "blas"
+
+
 def choose(path: str, device: torch.device, dtype: torch.dtype) -> _paths.Choice:
     """Who makes a product for each group."""
-    choice = _paths.choose_gemm(_paths.parse(path, device.type, distributed=False), device.type, dtype)
-    return choice._replace(open=False)  # sizes of groups are new in every call: nothing to tune
+    return _paths.choose_gemm(_paths.parse(path, device.type, distributed=False), device.type, dtype)
 
 
 def choose_grouped(
@@ -227,7 +238,8 @@ def choose_grouped(
         return choice
     if sum(size > 0 for size in sizes) < 2 or not (_has_rows(a) and _are_loaded(b, gate)):
         return choice
-    return _paths.Choice("streamk", "one launch for all groups; path='cublas' takes a product for each")
+    why = "one launch for all groups; path='cublas' takes a product for each"
+    return _paths.Choice("streamk", why, open=True)
 
 
 def _are_loaded(b: Tensor, gate: Tensor | None) -> bool:
@@ -407,7 +419,7 @@ def _validate_grad(a: Tensor, dy: Tensor, sizes: Sequence[int]) -> None:
 
 def _grad(a: Tensor, dy: Tensor, group_sizes: list[int], transposed: bool, path: str) -> Tensor:
     _validate_grad(a, dy, group_sizes)
-    choice = choose(path, a.device, a.dtype)
+    choice = choose(path, a.device, a.dtype)._replace(open=False)  # K is new in every call: nothing to tune
     left, right = (dy, a) if transposed else (a, dy)
     made = a.new_empty(len(group_sizes), left.shape[1], right.shape[1])
     for group, size in enumerate(group_sizes):
@@ -460,7 +472,7 @@ def _validate_accumulate(a: Tensor, dy: Tensor, acc: Tensor, sizes: Sequence[int
 def _accumulate(a: Tensor, dy: Tensor, acc: Tensor, group_sizes: list[int], path: str) -> None:
     _validate_accumulate(a, dy, acc, group_sizes)
     _checks.check_no_overlap("acc", acc, [("a", a), ("dy", dy)])
-    choice = choose(path, a.device, a.dtype)
+    choice = choose(path, a.device, a.dtype)._replace(open=False)
     for group, rows in spans(group_sizes):
         _gemm.accumulate(choice, a[rows].t(), dy[rows], acc[group])
     detail = f"{_gemm.describe(a.t(), dy)} in {len(group_sizes)} groups of K, a product for each"

@@ -36,6 +36,13 @@ WIDE_TILES = {
     "float64": ("128x128x16", "64x64x16"),
 }
 
+# Of the Hopper kernel for 8-bit operands, architectures "sm90-fp8", "sm90-fp8-fast" (sums are not promoted) and
+# "sm90-fp8-blocks" (scales change along K).
+SCALED_TILES = tuple(
+    f"{tile}/{cluster}" for tile in ("128x256x128", "128x128x128") for cluster in ("2x1", "1x2", "1x1")
+)
+_SCALED = "sm90-fp8"
+
 _MOST_FEW_ROWS = 64  # kMostFewRows of csrc/kernels/sm90a/plan.hpp
 
 
@@ -145,7 +152,12 @@ def plan(
 def tile_name(one: dict[str, Any], machine: Machine) -> str:
     """Name of a plan's tile as the kernel takes it: "128x256x64/2x1" where there are clusters."""
     tile, cluster = ("x".join(map(str, one[key])) for key in ("tile", "cluster"))
-    return f"{tile}{'s' * one['swapped']}/{cluster}" if machine.architecture == "sm90" else tile
+    return f"{tile}{'s' * one['swapped']}/{cluster}" if is_hopper(machine) else tile
+
+
+def is_hopper(machine: Machine) -> bool:
+    """Whether plans are those of the Hopper kernel, whose tiles have clusters."""
+    return machine.architecture == "sm90" or machine.architecture.startswith(_SCALED)
 
 
 def tiles_of(product: Product, machine: Machine, serves_ranks: bool = False) -> list[str]:
@@ -153,6 +165,8 @@ def tiles_of(product: Product, machine: Machine, serves_ranks: bool = False) -> 
     with eight CTAs along K; its swapped tiles are for few rows, of one product, that no other rank waits for
     (``serves_ranks``) or sends.
     """
+    if machine.architecture.startswith(_SCALED):
+        return list(SCALED_TILES)
     names = TILES[machine.architecture]
     if machine.architecture != "cpu":
         names = WIDE_TILES.get(product.dtype, names)

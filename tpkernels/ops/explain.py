@@ -157,8 +157,9 @@ def explain(op: str, a: Any, b: Any, group: _groups.GroupLike = None, **options:
             choice = _paths.beside(choice, beside, request.open)
             if op == "matmul_all_reduce":
                 wire = small.wire_bytes(way, out.numel() * out.element_size(), members.world)
-    if op == "matmul" and choice.open and mode.active() and (device == "cpu" or torch.cuda.is_available()):
-        choice = _tuned(choice, operand, weight, out.dtype, _place(operand, device), options)
+    if op in _LOCAL and choice.open and mode.active() and (device == "cpu" or torch.cuda.is_available()):
+        sizes_or_none = sizes_of_groups if op == "grouped_matmul" else None
+        choice = _tuned(choice, operand, weight, out.dtype, _place(operand, device), options, sizes_or_none)
     name = prefix + choice.gemm
     sizes = _gemm.describe(whole, weight, gated=options.get("gate") is not None)
     sizes += f"; {way}" if way is not None else ""
@@ -267,9 +268,10 @@ def _tuned(
     out_dtype: torch.dtype,
     device: torch.device,
     options: dict[str, Any],
+    sizes: tuple[int, ...] | None,
 ) -> _paths.Choice:
-    """What tuning has chosen for a ``matmul``, if it has."""
-    from tpkernels.tune import local
+    """What tuning has chosen for a ``matmul``, or a ``grouped_matmul`` with ``sizes``, if it has."""
+    from tpkernels.tune import grouped, local
 
     gate, bias, residual, into = (
         None if options.get(name) is None else tensor(name, options[name])
@@ -280,6 +282,9 @@ def _tuned(
     kept = into is None and api.keeps_preact(
         activation, options.get("save_preact", True), a, b, gate, bias, gated=gate is not None
     )
+    if sizes is not None:
+        call = grouped.GroupedCall(a, b, follows, sizes, out_dtype, kept)
+        return local.foreseen(choice, call, device)
     return local.foreseen(choice, local.Call(a, b, follows, out_dtype, kept, into), device)
 
 
