@@ -27,6 +27,7 @@ def check(
     rng: np.random.Generator,
     path: str,
     *,
+    gated: bool = False,
     bias: bool = False,
     activation: str | None = None,
     save_preact: bool = True,
@@ -45,10 +46,14 @@ def check(
     a = draw(rows, k, scale=1 / math.sqrt(max(1, k)))
     weight = draw(groups, n, k) if transposed else draw(groups, k, n)
     leaves = {"a": a, "b": weight} | ({"bias": draw(groups, n)} if bias else {})
+    if gated:
+        leaves["gate"] = draw(*weight.shape)
+    given_gate = leaves.get("gate")
     out = tpk.grouped_matmul(
         a,
         weight.mT if transposed else weight,
         list(sizes),
+        gate=given_gate.mT if given_gate is not None and transposed else given_gate,
         bias=leaves.get("bias"),
         activation=activation,
         save_preact=save_preact,
@@ -57,13 +62,21 @@ def check(
     )
     record = tpk.last_path()
     assert record is not None and record.op == "grouped_matmul" and record.path == path
+    assert ("gated" in record.detail) == gated
     wide = out_dtype or dtype
     assert out.shape == (rows, n) and out.dtype == wide
 
-    given = [exact(a), exact(weight).swapaxes(1, 2) if transposed else exact(weight)]
+    def as_multiplied(x: Tensor) -> np.ndarray:
+        return exact(x).swapaxes(1, 2) if transposed else exact(x)
+
+    given = [exact(a), as_multiplied(weight)]
     biases = exact(leaves["bias"]) if bias else None
-    want = ref.grouped_matmul(*given, sizes, biases, activation)
-    size = ref.grouped_matmul(*map(np.abs, given), sizes, None if biases is None else np.abs(biases))
+    gate = as_multiplied(leaves["gate"]) if gated else None
+    positive = {"gate": None if gate is None else np.abs(gate)}
+    want = ref.grouped_matmul(*given, sizes, biases, activation, gate=gate)
+    size = ref.grouped_matmul(
+        *map(np.abs, given), sizes, None if biases is None else np.abs(biases), **positive
+    )
     sums = torch.float32 if wide == torch.float64 != dtype else wide
     assert_close_tiles(
         out, torch.from_numpy(want), sums, k=max(1, k), magnitude=torch.from_numpy(size), slack=1.25
@@ -71,14 +84,14 @@ def check(
 
     dy = torch.tensor(rng.standard_normal((rows, n))).to(wide).to(device)
     out.backward(dy)
-    grads = ref.grouped_matmul_backward(exact(dy), *given, sizes, biases, activation)
+    grads = ref.grouped_matmul_backward(exact(dy), *given, sizes, biases, activation, gate=gate)
     most = ref.grouped_matmul_backward(
-        np.abs(exact(dy)), *map(np.abs, given), sizes, None if biases is None else np.abs(biases)
+        np.abs(exact(dy)), *map(np.abs, given), sizes, None if biases is None else np.abs(biases), **positive
     )
     narrow = max(dtype, wide, key=lambda d: torch.finfo(d).eps)
     for name, leaf in leaves.items():
         expected, scale = (torch.from_numpy(np.array(getattr(x, name))) for x in (grads, most))
-        if name == "b" and transposed:
+        if name in ("b", "gate") and transposed:
             expected, scale = expected.mT, scale.mT
         assert leaf.grad is not None and leaf.grad.dtype == dtype and leaf.grad.shape == leaf.shape
         terms = max(1, n if name == "a" else max(sizes))

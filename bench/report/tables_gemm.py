@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from ..records import Row
+from ..suites.gemm_stacked import STACKED
 from .analysis import (
     Group,
     Noise,
@@ -41,7 +42,8 @@ def gemm_tables(rows: Sequence[Row]) -> list[Table]:
     for dtype, of_dtype in split(groups, lambda g: g.dtype).items():
         noise = noise_floor(of_dtype)
         products = [group for group in of_dtype if is_product(group)]
-        for name, part in split(products, lambda g: g.first.shape_set).items():
+        stacks = [group for group in of_dtype if group.first.op in STACKED]
+        for name, part in split(products + stacks, lambda g: g.first.shape_set).items():
             if name == "sweep":
                 tables += _sweep_tables(part, dtype, noise)
             else:
@@ -104,6 +106,9 @@ def shape_text(row: Row) -> str:
     m, n, k = (row.params.get(name, "?") for name in "mnk")
     batch = row.params.get("batch") or 1
     text = f"{m} × {n} × {k}"
+    groups = row.params.get("groups")
+    if groups:
+        return f"{text} in {groups} groups"
     return text if batch == 1 else f"{batch} × ({text})"
 
 

@@ -103,7 +103,7 @@ class GemmSuite(Suite):
         if variant in (base, "streamk"):
             return True
         if case.op in stacked.STACKED or variant in stacked.VARIANTS:
-            also = variant in stacked.VARIANTS and case.op == stacked.GROUPED
+            also = variant in stacked.VARIANTS and case.op in (stacked.GROUPED, stacked.GATED)
             return also or (variant == "streamk:data_parallel" and case.op in stacked.STACKED)
         if case.op == LAYOUTS:
             return what in _OTHER_LAYOUTS
@@ -128,7 +128,9 @@ class GemmSuite(Suite):
         if case.op in stacked.STACKED:
             a, b, out = stacked.elements(case.op, case.params)
             # Copies, one output more, fp32 partials, and a float64 weight of the reference.
-            return COPIES * (a + b + out) * item + out * (item + 2 * 4) + 8 * k * n
+            plain = 2 * out if case.op == stacked.GATED else 0
+            weight = 8 * k * n * stacked.halves(case.op)
+            return COPIES * (a + b + out + plain) * item + out * (item + 2 * 4) + 2 * plain * item + weight
         if case.op in EPILOGUES:
             _, columns, _ = epilogues.sizes(case.op, m, n, k)
             sets = COPIES * (
@@ -178,7 +180,8 @@ def _case(shape: Shape, dtype: str) -> Case:
     item = ITEM_BYTES[dtype]
     if shape.op in stacked.STACKED:
         params |= {"groups": shape.groups} if shape.groups else {"batch": shape.batch}
-        flops, moved = 2.0 * shape.batch * m * n * k, float(item * sum(stacked.elements(shape.op, params)))
+        flops = 2.0 * shape.batch * m * n * k * stacked.halves(shape.op)
+        moved = float(item * sum(stacked.elements(shape.op, params)))
         return Case(shape.name, shape.op, dtype, params, shape.shape_set, flops=flops, bytes=moved)
     _, columns, _ = epilogues.sizes(shape.op, m, n, k)
     moved = item * (m * k + k * columns + m * n)

@@ -36,13 +36,13 @@ if TYPE_CHECKING:
 
     from ..context import Context
 
-__all__ = ["EpilogueWorkload", "fused_by_cublas", "sizes"]
+__all__ = ["ROUNDINGS_OF_GATED", "EpilogueWorkload", "fused_by_cublas", "sizes"]
 
 _ACTIVATIONS = {"bias_gelu": "gelu", "bias_silu": "silu", "swiglu": "silu"}
 _START = 1.0  # of a sum that is accumulated into
 # Gated products are heavy-tailed: the norm of 128 of them is that of a few, whose errors do not average out. Allowed is
 # somewhat more than the largest error of one rounding, and than the usual ones of torch's four (one through the silu).
-_ROUNDINGS_OF_GATED = {"streamk": 2, "torch": 16}
+ROUNDINGS_OF_GATED = {"streamk": 2, "torch": 16}
 
 
 def fused_by_cublas(op: str) -> bool:
@@ -146,7 +146,7 @@ class EpilogueWorkload(Workload):
 
         # A gate has a plan of its own, which streamk_plan does not know.
         extra = {} if gated else self._planner().extra(Request())
-        roundings = _ROUNDINGS_OF_GATED["streamk"] if gated else 1
+        roundings = ROUNDINGS_OF_GATED["streamk"] if gated else 1
         return self._runnable(run, roundings=roundings, extra=extra)
 
     def _plain(self, name: str, what: str) -> Runnable:
@@ -195,7 +195,7 @@ class EpilogueWorkload(Workload):
             gate = torch.ops.aten.silu_(t.plain[:, : self.n])
             torch.mul(gate, t.plain[:, self.n :], out=t.out)
 
-        roundings = _ROUNDINGS_OF_GATED["torch"]
+        roundings = ROUNDINGS_OF_GATED["torch"]
         return self._runnable(
             run, roundings=roundings, extra={"how": "mm with 2 N columns, silu in place, mul"}
         )

@@ -73,6 +73,7 @@ class Planner:
         self._more = {"dtype": dtype} if dtype else {}
         self.batch = 1
         self.group_sizes: tuple[int, ...] = ()  # of a grouped product; m is their sum
+        self.gated = False  # in one call; n is that of the output
         self._plans: dict[tuple[Request, tuple[int, int, int]], dict[str, Any]] = {}
 
     @classmethod
@@ -123,6 +124,7 @@ class Planner:
                 request.tile,
                 **self._more,
                 **({"group_sizes": self.group_sizes} if own and self.group_sizes else {}),
+                **({"gated": True} if self.gated else {}),
             )
         except RuntimeError as error:
             raise Skip(str(error).strip().partition("\n")[0]) from None

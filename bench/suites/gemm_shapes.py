@@ -41,10 +41,10 @@ __all__ = [
 ]
 
 # What a case computes. "layouts": one product whose operands lie in memory in four ways, one variant each, so that they
-# are timed in turn; N of "swiglu" is that of the output, the weight has 2 N columns.
+# are timed in turn; N of "swiglu", also in groups, is that of the output, the weight has 2 N columns.
 LAYOUTS = "layouts"
 EPILOGUES = ("bias_gelu", "bias_silu", "swiglu", "accumulate", "residual")
-OPS = ("matmul", LAYOUTS, *EPILOGUES, "batched", "grouped")
+OPS = ("matmul", LAYOUTS, *EPILOGUES, "batched", "grouped", "grouped_swiglu")
 BLAS_LAYOUTS = {"TN": "forward", "NN": "columns", "NT": "wgrad", "TT": "dgrad"}
 
 WORLD = 8  # ranks that share a weight in the sets tp and decode
@@ -322,6 +322,22 @@ def grouped(_: Wanted) -> list[Shape]:
     ]
 
 
+def grouped_swiglu(_: Wanted) -> list[Shape]:
+    """The first product of the same experts: gate and up in one."""
+    sizes = [
+        ("mixtral", 8, 1024, 14336, 4096),
+        ("mixtral", 8, 4096, 14336, 4096),
+        ("mixtral", 8, 16384, 14336, 4096),
+        ("deepseek", 16, 4096, 2048, 7168),
+        ("deepseek", 64, 1024, 2048, 7168),
+        ("deepseek", 64, 8192, 2048, 7168),
+    ]
+    return [
+        Shape("grouped-swiglu", f"{label} {groups} groups", m, n, k, op="grouped_swiglu", groups=groups)
+        for label, groups, m, n, k in sizes
+    ]
+
+
 def group_sizes(groups: int, rows: int) -> list[int]:
     """Uneven, the same in every run: each row goes to a group with odds drawn from an exponential distribution."""
     rng = random.Random(f"{groups} groups of {rows} rows")
@@ -359,6 +375,7 @@ SETS: dict[str, Callable[[Wanted], list[Shape]]] = {
     "layouts": layouts,
     "batched": batched,
     "grouped": grouped,
+    "grouped-swiglu": grouped_swiglu,
 }
 BAR_SETS = ("large", "waves", "long-k", "measured", "transposes", "epilogues")
 DEFAULT_SETS = ("square", *BAR_SETS)

@@ -1,24 +1,28 @@
 """Workloads of the gemm suite with several products: batches, and rows in groups (the experts of a mixture).
 
-===========  ================================================  ==================================================
-operation    what is computed                                  the peers' way
-===========  ================================================  ==================================================
-``batched``  out[i] = a[i] @ b[i], all of one size             torch.bmm
-``grouped``  rows of group g of a, of uneven sizes, @ b[g]     torch.mm for each group; torch._grouped_mm
-===========  ================================================  ==================================================
+==================  ==============================================  ============================================
+operation           what is computed                                the peers' way
+==================  ==============================================  ============================================
+``batched``         out[i] = a[i] @ b[i], all of one size           torch.bmm
+``grouped``         rows of group g of a, of uneven sizes, @ b[g]   torch.mm for each group; torch._grouped_mm
+``grouped_swiglu``  silu(rows @ gate[g]) * (rows @ b[g])            the same with both halves of the weights, then
+                                                                    silu in place and mul over all rows
+==================  ==============================================  ============================================
 
-Weights are stored [N, K], as in the layout ``forward``. Variants beside the baseline and ``streamk``:
-``streamk:data_parallel`` (whole tiles only, with the tile that is best for it), and of grouped products
+Weights are stored [N, K], as in the layout ``forward``, gate and b of a group as one. Variants beside the baseline and
+``streamk``: ``streamk:data_parallel`` (whole tiles only, with the tile that is best for it), and of groups
 ``torch:grouped_mm`` and ``streamk:each``, our kernel for each group.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ..suite import Case, Check, Runnable, Skip, Workload
+from .gemm_epilogues import ROUNDINGS_OF_GATED
 from .gemm_planner import Planner, Request
 from .gemm_products import COPIES, judge
 from .gemm_shapes import group_sizes
@@ -29,10 +33,10 @@ if TYPE_CHECKING:
 
     from ..context import Context
 
-__all__ = ["BATCHED", "GROUPED", "STACKED", "VARIANTS", "StackedWorkload", "elements"]
+__all__ = ["BATCHED", "GATED", "GROUPED", "STACKED", "VARIANTS", "StackedWorkload", "elements", "halves"]
 
-BATCHED, GROUPED = STACKED = ("batched", "grouped")
-# Of grouped products alone.
+BATCHED, GROUPED, GATED = STACKED = ("batched", "grouped", "grouped_swiglu")
+# Of grouped products, gated or not.
 GROUPED_MM = "torch:grouped_mm"
 EACH = "streamk:each"
 VARIANTS = {
@@ -41,21 +45,38 @@ VARIANTS = {
 }
 
 
+def halves(op: str) -> int:
+    """Products that a result is made of."""
+    return 2 if op == GATED else 1
+
+
 def elements(op: str, params: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Elements of a, b and the output."""
+    """Elements of a, of all weights, and of the output."""
     m, n, k = (int(params[name]) for name in "mnk")
     batch = int(params.get("batch", 1))
-    matrices = int(params["groups"]) if op == GROUPED else batch
-    return batch * m * k, matrices * k * n, batch * m * n
+    matrices = batch if op == BATCHED else int(params["groups"])
+    return batch * m * k, matrices * k * halves(op) * n, batch * m * n
 
 
 @dataclass
 class Stack:
-    """One buffer set: a [batch, M, K], b [batch, K, N], out [batch, M, N]; grouped: a [M, K], out [M, N]."""
+    """One buffer set: a [batch, M, K], weight [batch, K, N], out [batch, M, N]; grouped: a [M, K], out [M, N].
+
+    Of a gated product weight is [groups, K, 2 N], the gate first, and plain [M, 2 N] what torch makes of it first.
+    """
 
     a: Tensor
-    b: Tensor
+    weight: Tensor
     out: Tensor
+    plain: Tensor | None = None
+
+    @property
+    def b(self) -> Tensor:
+        return self.weight[..., -self.out.shape[-1] :]
+
+    @property
+    def gate(self) -> Tensor | None:
+        return None if self.plain is None else self.weight[..., : self.out.shape[-1]]
 
 
 class StackedWorkload(Workload):
@@ -68,7 +89,7 @@ class StackedWorkload(Workload):
         self.m, self.n, self.k = (int(case.params[name]) for name in "mnk")
         self.dtype: torch.dtype = getattr(torch, case.dtype)
         self.batch = int(case.params.get("batch", 1))
-        self.sizes = group_sizes(int(case.params["groups"]), self.m) if case.op == GROUPED else []
+        self.sizes = [] if case.op == BATCHED else group_sizes(int(case.params["groups"]), self.m)
         self.copies = context.copies(int(case.bytes), at_least=COPIES)
         self.sets = [self._stack() for _ in range(self.copies)]
 
@@ -78,7 +99,7 @@ class StackedWorkload(Workload):
         if variant == GROUPED_MM:
             return self._grouped_mm()
         if variant == EACH:
-            return self._runnable(self._ours_each)
+            return self._runnable(self._ours_each, ours=True)
         return self._streamk(variant)
 
     def close(self) -> None:
@@ -90,8 +111,15 @@ class StackedWorkload(Workload):
         uniform, device = self.context.uniform, self.context.device
         lead = (self.batch,) if self.op == BATCHED else ()
         a = uniform(*lead, self.m, self.k, dtype=self.dtype)
-        b = uniform(self.batch if lead else len(self.sizes), self.n, self.k, dtype=self.dtype).mT
-        return Stack(a, b, torch.empty(*lead, self.m, self.n, dtype=self.dtype, device=device))
+        columns = halves(self.op) * self.n
+        weight = uniform(self.batch if lead else len(self.sizes), columns, self.k, dtype=self.dtype)
+        out = torch.empty(*lead, self.m, self.n, dtype=self.dtype, device=device)
+        if self.op != GATED:
+            return Stack(a, weight.mT, out)
+        # Products are then of the size at which silu bends: see gemm_epilogues.
+        weight *= 2.0 ** -round(math.log2(max(1.0, math.sqrt(self.k) / 3)))
+        plain = torch.empty(self.m, columns, dtype=self.dtype, device=device)
+        return Stack(a, weight.mT, out, plain)
 
     # --- variants --------------------------------------------------------------------------------------------
 
@@ -103,17 +131,28 @@ class StackedWorkload(Workload):
     def _torch_each(self, s: Stack) -> None:
         import torch
 
-        for g, (rows, out) in enumerate(zip(s.a.split(self.sizes), s.out.split(self.sizes), strict=True)):
+        made = s.out if s.plain is None else s.plain
+        for g, (rows, out) in enumerate(zip(s.a.split(self.sizes), made.split(self.sizes), strict=True)):
             if len(rows) > 0:
-                torch.mm(rows, s.b[g], out=out)
+                torch.mm(rows, s.weight[g], out=out)
+        self._finish(s)
+
+    def _finish(self, s: Stack) -> None:
+        """silu and mul over all rows, where there is a gate."""
+        import torch
+
+        if s.plain is not None:
+            torch.mul(torch.ops.aten.silu_(s.plain[:, : self.n]), s.plain[:, self.n :], out=s.out)
 
     def _ours_each(self, s: Stack) -> None:
         import torch
 
-        gemm = torch.ops.tpkernels.streamk_gemm
+        gemm, gate = torch.ops.tpkernels.streamk_gemm, s.gate
+        activation = "none" if gate is None else "silu"
         for g, (rows, out) in enumerate(zip(s.a.split(self.sizes), s.out.split(self.sizes), strict=True)):
             if len(rows) > 0:
-                gemm(rows[None], s.b[g : g + 1], None, out[None], None, "none", False)
+                of_group = None if gate is None else gate[g : g + 1]
+                gemm(rows[None], s.b[g : g + 1], None, out[None], None, activation, False, gate=of_group)
 
     def _grouped_mm(self) -> Runnable:
         import torch
@@ -121,7 +160,12 @@ class StackedWorkload(Workload):
         ends = torch.tensor(self.sizes, device=self.context.device).cumsum(0).to(torch.int32)
 
         def run(s: Stack) -> None:  # it has no out=
-            s.out = torch._grouped_mm(s.a, s.b, offs=ends)
+            made = torch._grouped_mm(s.a, s.weight, offs=ends)
+            if s.plain is None:
+                s.out = made
+            else:
+                s.plain = made
+                self._finish(s)
 
         sets = [replace(s) for s in self.sets]
         try:
@@ -135,6 +179,7 @@ class StackedWorkload(Workload):
 
         planner = Planner.of(self.m, self.n, self.k, self.context.device, aligned=self._aligned())
         planner.batch, planner.group_sizes = self.batch, tuple(self.sizes)
+        planner.gated = self.op == GATED
         request = Request() if variant == "streamk" else planner.request(variant)
         ops, plan = torch.ops.tpkernels, (request.schedule, 0, request.splits, request.tile)
 
@@ -142,9 +187,12 @@ class StackedWorkload(Workload):
             ops.streamk_gemm(s.a, s.b, None, s.out, None, "none", False, *plan)
 
         def grouped(s: Stack) -> None:
-            ops.streamk_gemm_grouped(s.a, s.b, None, s.out, None, "none", self.sizes, *plan)
+            gate = s.gate
+            activation = "none" if gate is None else "silu"
+            ops.streamk_gemm_grouped(s.a, s.b, None, s.out, None, activation, self.sizes, *plan, gate=gate)
 
-        return self._runnable(batched if self.op == BATCHED else grouped, extra=planner.extra(request))
+        run = batched if self.op == BATCHED else grouped
+        return self._runnable(run, extra=planner.extra(request), ours=True)
 
     def _aligned(self) -> bool:
         return (
@@ -159,10 +207,12 @@ class StackedWorkload(Workload):
         *,
         sets: Sequence[Stack] | None = None,
         extra: dict[str, Any] | None = None,
+        ours: bool = False,
     ) -> Runnable:
         """``run`` on every buffer set (``sets``: with other outputs)."""
         from .. import checks
 
+        roundings = ROUNDINGS_OF_GATED["streamk" if ours else "torch"] if self.op == GATED else 1
         sets = self.sets if sets is None else sets
         copies = len(sets)
 
@@ -172,9 +222,11 @@ class StackedWorkload(Workload):
         def poison() -> None:
             for s in sets:
                 s.out.fill_(float("nan"))
+                if s.plain is not None:
+                    s.plain.fill_(float("nan"))
 
         def check() -> Check:
-            return judge(sets, self._error, checks.tolerance(self.dtype))
+            return judge(sets, self._error, checks.tolerance(self.dtype, roundings))
 
         return Runnable(launch, copies, check, poison, extra=extra or {})
 
@@ -188,5 +240,18 @@ class StackedWorkload(Workload):
             if bool(s.out.isnan().any()):
                 return float("inf")
             return max(checks.product_error(s.out[i], s.a[i], s.b[i], generator=generator) for i in picked)
-        parts = zip(s.a.split(self.sizes), s.b, s.out.split(self.sizes), strict=True)
-        return max(checks.product_error(out, rows, b, generator=generator) for rows, b, out in parts)
+        parts = zip(s.a.split(self.sizes), s.weight, s.out.split(self.sizes), strict=True)
+        return max(self._group_error(*part) for part in parts)
+
+    def _group_error(self, rows: Tensor, weight: Tensor, out: Tensor) -> float:
+        from torch.nn import functional
+
+        from .. import checks
+
+        generator = self.context.generator
+        if self.op != GATED or len(rows) == 0:
+            return checks.product_error(out, rows, weight[:, : self.n], generator=generator)
+        picked = checks.sampled_rows(len(rows), generator)
+        plain = rows[picked].double() @ weight.double()
+        want = functional.silu(plain[:, : self.n]) * plain[:, self.n :]
+        return checks.rows_error(out, want, picked)

@@ -45,10 +45,11 @@ void check_calls(const std::vector<int64_t>& sizes) {
   for (; group < sizes.size(); ++group) TPK_CHECK(sizes[group] == 0, "a group was left out");
 }
 
-void check_plans(const std::vector<int64_t>& sizes, int64_t n, int64_t k, const std::string& schedule) {
+void check_plans(const std::vector<int64_t>& sizes, int64_t n, int64_t k, const std::string& schedule,
+                 bool gated) {
   for (const GroupedRows& groups : grouped_calls(sizes)) {
     const Problem p{groups.num_rows(), n, k, 1};
-    const Demands demands{false, false, false, groups.count};
+    const Demands demands{gated, gated, false, groups.count};
     for (const GemmPlan& plan :
          candidates(p, schedule, 0, 1, "", demands, full_residency(132), {}, &groups)) {
       ++cases;
@@ -57,6 +58,9 @@ void check_plans(const std::vector<int64_t>& sizes, int64_t n, int64_t k, const 
       const TileOrder& order = plan.plan.order;
       const RowBlocks& blocks = plan.blocks;
       const int64_t bm = plan.plan.tile.bm;
+      TPK_CHECK(!gated || takes_gate(plan.tile, plan.cluster), here);
+      TPK_CHECK(order.tiles_n == ceil_div(n, cluster_tile(plan.tile, plan.cluster).bn / (gated ? 2 : 1)),
+                here);
       TPK_CHECK(blocks.count == groups.count, here);
       std::vector<int> covered(static_cast<size_t>(order.tiles_m * order.tiles_n), 0);
       int32_t last = 0;
@@ -127,7 +131,7 @@ int main() {
     if (i % 10 != 0) continue;
     const int64_t n = pick(1, 40) * 64 + pick(0, 1);
     for (const char* schedule : {"auto", "stream_k", "split_k", "own_first"})
-      check_plans(sizes, n, pick(1, 3000), schedule);
+      check_plans(sizes, n, pick(1, 3000), schedule, pick(0, 1) == 1);
   }
   check_that_groups_share_waves();
   check_that_swapped_tiles_are_refused();

@@ -56,8 +56,8 @@ struct GemmCall {
   int64_t splits = 1;
 
   const GemmHooks* hooks = nullptr;  // null: none
-  // Not null: a grouped product. problem.batch is 1, problem.m of all rows, and b [matrices, K, N]. The
-  // Hopper kernel alone takes it, without hooks, more and gate.
+  // Not null: a grouped product. problem.batch is 1, problem.m of all rows, b and gate [matrices, K, N]. The
+  // Hopper kernel alone takes it, without hooks and more.
   const GroupedRows* groups = nullptr;
 
   int device = 0;

@@ -89,6 +89,16 @@ inline void check_memory(const GemmRules& rules, const GemmArguments& g) {
 
 }  // namespace detail
 
+inline void check_no_more_than_gate(const char* op, bool has_bias, bool has_preact) {
+  TPK_REQUIRE(
+      !has_bias, op,
+      ": bias must be None where there is a gate: which of the two products it belongs to is not defined. "
+      "Compute them apart.");
+  TPK_REQUIRE(
+      !has_preact, op,
+      ": preact must be None where there is a gate: there would be two. Compute the two products apart.");
+}
+
 inline GemmArguments check_gemm(const GemmRules& rules, const torch::stable::Tensor& a,
                                 const torch::stable::Tensor& b,
                                 const std::optional<torch::stable::Tensor>& bias,
@@ -124,13 +134,7 @@ inline GemmArguments check_gemm(const GemmRules& rules, const torch::stable::Ten
                 ", but it is ", g.preact.type, ".");
   }
   if (gate.has_value()) {
-    TPK_REQUIRE(
-        !bias.has_value(), op,
-        ": bias must be None where there is a gate: which of the two products it belongs to is not defined. "
-        "Compute them apart.");
-    TPK_REQUIRE(
-        !preact.has_value(), op,
-        ": preact must be None where there is a gate: there would be two. Compute the two products apart.");
+    check_no_more_than_gate(op, bias.has_value(), preact.has_value());
     g.gate = view_of("gate", *gate);
     detail::check_right(rules, g.gate, g.a);
     check_shape(op, g.gate, {p.batch, p.k, p.n}, "[batch, K, N]");

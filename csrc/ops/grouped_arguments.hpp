@@ -12,19 +12,18 @@ namespace tpk::ops {
 struct GroupedArguments {
   View a;     // [rows, K]
   View b;     // [groups, K, N]
+  View gate;  // [groups, K, N]
   View bias;  // [groups, N]
   View out;   // [rows, N]
   View preact;
   Problem problem;
 };
 
-inline GroupedArguments check_grouped(const GemmRules& rules, const torch::stable::Tensor& a,
-                                      const torch::stable::Tensor& b,
-                                      const std::optional<torch::stable::Tensor>& bias,
-                                      const torch::stable::Tensor& out,
-                                      const std::optional<torch::stable::Tensor>& preact,
-                                      const std::vector<int64_t>& group_sizes, int64_t workers,
-                                      int64_t splits, int64_t multiprocessors) {
+inline GroupedArguments check_grouped(
+    const GemmRules& rules, const torch::stable::Tensor& a, const torch::stable::Tensor& b,
+    const std::optional<torch::stable::Tensor>& bias, const torch::stable::Tensor& out,
+    const std::optional<torch::stable::Tensor>& preact, const std::optional<torch::stable::Tensor>& gate,
+    const std::vector<int64_t>& group_sizes, int64_t workers, int64_t splits, int64_t multiprocessors) {
   const char* op = rules.op;
   GroupedArguments g;
   g.a = view_of("a", a);
@@ -34,14 +33,17 @@ inline GroupedArguments check_grouped(const GemmRules& rules, const torch::stabl
   TPK_REQUIRE(rules.is_operand(g.a.type), op, ": a must be ", rules.operands, ", but it is ", g.a.type,
               ": convert it.");
   g.b = view_of("b", b);
-  detail::check_device(rules, g.b, g.a);
   const auto groups = static_cast<int64_t>(group_sizes.size());
-  TPK_REQUIRE(g.b.dim == 3 && g.b.sizes[0] == groups && g.b.sizes[1] == g.a.sizes[1], op,
-              ": b must have shape [groups, K, N] with ", groups,
-              " groups, the length of group_sizes, and K = ", g.a.sizes[1], ", but it has shape ",
-              shape_text(g.b), ".");
-  TPK_REQUIRE(g.b.type == g.a.type, op, ": b must have the dtype of a, ", g.a.type, ", but it is ", g.b.type,
-              ": convert one of them.");
+  const auto check_weights = [&](const View& t) {
+    detail::check_device(rules, t, g.a);
+    TPK_REQUIRE(t.dim == 3 && t.sizes[0] == groups && t.sizes[1] == g.a.sizes[1], op, ": ", t.name,
+                " must have shape [groups, K, N] with ", groups,
+                " groups, the length of group_sizes, and K = ", g.a.sizes[1], ", but it has shape ",
+                shape_text(t), ".");
+    TPK_REQUIRE(t.type == g.a.type, op, ": ", t.name, " must have the dtype of a, ", g.a.type, ", but it is ",
+                t.type, ": convert one of them.");
+  };
+  check_weights(g.b);
   int64_t rows = 0;
   for (int64_t i = 0; i < groups; ++i) {
     TPK_REQUIRE(group_sizes[i] >= 0, op, ": group_sizes must not be negative, but entry ", i, " is ",
@@ -76,11 +78,17 @@ inline GroupedArguments check_grouped(const GemmRules& rules, const torch::stabl
     TPK_REQUIRE(g.preact.type == g.out.type, op, ": preact must have the dtype of out, ", g.out.type,
                 ", but it is ", g.preact.type, ".");
   }
+  if (gate.has_value()) {
+    check_no_more_than_gate(op, bias.has_value(), preact.has_value());
+    g.gate = view_of("gate", *gate);
+    check_weights(g.gate);
+    check_shape(op, g.gate, {groups, g.problem.k, g.problem.n}, "[groups, K, N]");
+  }
   TPK_REQUIRE(workers >= 0, op, ": workers must be 0 (as many as fit) or more, but it is ", workers, ".");
   TPK_REQUIRE(splits >= 1, op, ": splits must be at least 1, but it is ", splits, ".");
   TPK_REQUIRE(multiprocessors >= 0, op, ": multiprocessors must be 0 (all) or more, but it is ",
               multiprocessors, ".");
-  for (const View* read : {&g.a, &g.b, &g.bias}) check_separate(op, *read, g.out);
+  for (const View* read : {&g.a, &g.b, &g.gate, &g.bias}) check_separate(op, *read, g.out);
   for (const View* read : {&g.out, &g.a, &g.b, &g.bias}) check_separate(op, *read, g.preact);
   return g;
 }

@@ -16,7 +16,7 @@ STABLE_TORCH_LIBRARY(tpkernels, m) {
   // group_sizes[g] rows of a by b[g], and the gradient of b, or the sum with it: a_g^T dy_g [groups, K, N],
   // transposed: stored [groups, N, K]. grouped_matmul returns as matmul does.
   m.def(
-      "grouped_matmul(Tensor a, Tensor b, Tensor? bias, SymInt[] group_sizes, str activation, "
+      "grouped_matmul(Tensor a, Tensor b, Tensor? gate, Tensor? bias, SymInt[] group_sizes, str activation, "
       "ScalarType? out_dtype, bool return_preact, str path) -> Tensor[]");
   m.def(
       "grouped_weight_grad(Tensor a, Tensor dy, SymInt[] group_sizes, bool transposed, str path) -> Tensor");
@@ -119,13 +119,13 @@ STABLE_TORCH_LIBRARY(tpkernels, m) {
       "streamk_gemm(Tensor a, Tensor b, Tensor? bias, Tensor(o!) out, Tensor(p!)? preact, str activation, "
       "bool accumulate, str schedule='auto', int workers=0, int splits=1, str tile='', Tensor? gate=None, "
       "Tensor? residual=None, float alpha=1.0, int multiprocessors=0, bool allow_tf32=False) -> ()");
-  // Rows of a [rows, K] in groups, group_sizes[g] of them multiplied by b[g] [K, N]: out and preact [rows,
-  // N], bias [groups, N], any strides; otherwise as above. One launch of the Hopper kernel for up to 64
-  // groups that have rows; elsewhere, and where it cannot load an operand, a product for each of them.
+  // Rows of a [rows, K] in groups, group_sizes[g] of them multiplied by b[g] [K, N]: gate as b, out and
+  // preact [rows, N], bias [groups, N], any strides; otherwise as above. One launch of the Hopper kernel for
+  // up to 64 groups that have rows; elsewhere, and where it cannot load an operand, a product for each.
   m.def(
       "streamk_gemm_grouped(Tensor a, Tensor b, Tensor? bias, Tensor(o!) out, Tensor(p!)? preact, "
       "str activation, int[] group_sizes, str schedule='auto', int workers=0, int splits=1, str tile='', "
-      "int multiprocessors=0) -> ()");
+      "int multiprocessors=0, Tensor? gate=None, bool allow_tf32=False) -> ()");
   // out = (sum over k of a * scale_a * b * scale_b) + bias, by the Hopper kernel, in _C_sm90a. a [M, K], b
   // [K, N]: float8_e4m3fn or float8_e5m2 each, K contiguous in both, rows multiples of 16 bytes apart. Scales
   // are float32, of any strides: scale_a of one element, [M, 1] or [M, ceil(K / 128)], scale_b of one, [1,

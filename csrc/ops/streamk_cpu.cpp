@@ -127,15 +127,19 @@ void streamk_gemm_grouped(const Tensor& a, const Tensor& b, const std::optional<
                           const Tensor& out, const std::optional<Tensor>& preact,
                           const std::string& activation, const std::vector<int64_t>& group_sizes,
                           const std::string& schedule, int64_t workers, int64_t splits,
-                          const std::string& tile, int64_t multiprocessors) {
+                          const std::string& tile, int64_t multiprocessors, const std::optional<Tensor>& gate,
+                          bool /*allow_tf32*/) {
   tpk::ops::GemmRules rules_of_groups = rules();
   rules_of_groups.op = "streamk_gemm_grouped";
-  const GroupedArguments g = tpk::ops::check_grouped(rules_of_groups, a, b, bias, out, preact, group_sizes,
-                                                     workers, splits, multiprocessors);
+  const GroupedArguments g = tpk::ops::check_grouped(rules_of_groups, a, b, bias, out, preact, gate,
+                                                     group_sizes, workers, splits, multiprocessors);
   tpk::cpu::GemmArgs all;
   all.problem = g.problem;
   all.a = matrix_of(g.a);
   all.b = matrix_of(g.b);
+  all.gate = matrix_of(g.gate);
+  // Nothing is read when K = 0, an empty tensor may have no address, and null means no gate.
+  if (g.gate.exists() && g.problem.k == 0) all.gate.data = g.out.data;
   all.bias = matrix_of(g.bias);
   all.out = matrix_of(g.out);
   all.preact = matrix_of(g.preact);
@@ -146,6 +150,7 @@ void streamk_gemm_grouped(const Tensor& a, const Tensor& b, const std::optional<
     args.problem.m = rows;
     args.a = part_of(all.a, g.a, 0, begin);
     args.b = part_of(all.b, g.b, group, 0);
+    if (g.problem.k > 0) args.gate = part_of(all.gate, g.gate, group, 0);
     args.bias = part_of(all.bias, g.bias, 0, group);
     args.out = part_of(all.out, g.out, 0, begin);
     args.preact = part_of(all.preact, g.preact, 0, begin);

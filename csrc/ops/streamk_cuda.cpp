@@ -117,17 +117,21 @@ GemmCall call_of(const GemmArguments& g, bool allow_tf32) {
 }
 
 // Nothing is read of operands when K = 0, but addresses are formed, and an empty tensor may have none.
-GemmCall call_of(const GroupedArguments& g) {
+GemmCall call_of(const GroupedArguments& g, bool allow_tf32) {
   GemmCall c;
   c.problem = g.problem;
-  c.element = element_of(g.a.type, false);
+  c.element = element_of(g.a.type, allow_tf32);
   c.a = matrix_of(g.a);
   c.b = matrix_of(g.b);
+  c.gate = matrix_of(g.gate);
   c.bias = matrix_of(g.bias);
   std::swap(c.bias.batch_stride, c.bias.row_stride);  // a row of it for each group
   c.out = matrix_of(g.out);
   c.preact = matrix_of(g.preact);
-  if (g.problem.k == 0) c.a.data = c.b.data = c.out.data;
+  if (g.problem.k == 0) {
+    c.a.data = c.b.data = c.out.data;
+    if (g.gate.exists()) c.gate.data = c.out.data;
+  }
   return c;
 }
 
@@ -146,6 +150,7 @@ GemmCall group_of(const GemmCall& all, int64_t group, int64_t begin, int64_t row
   if (c.problem.k > 0) {
     c.a = part_of(all.a, 0, begin);
     c.b = part_of(all.b, group, 0);
+    c.gate = part_of(all.gate, group, 0);
   }
   c.bias = part_of(all.bias, group, 0);
   c.out = part_of(all.out, 0, begin);
@@ -286,12 +291,13 @@ void streamk_gemm_grouped(const Tensor& a, const Tensor& b, const std::optional<
                           const Tensor& out, const std::optional<Tensor>& preact,
                           const std::string& activation, const std::vector<int64_t>& group_sizes,
                           const std::string& schedule, int64_t workers, int64_t splits,
-                          const std::string& tile, int64_t multiprocessors) {
+                          const std::string& tile, int64_t multiprocessors, const std::optional<Tensor>& gate,
+                          bool allow_tf32) {
   tpk::ops::GemmRules rules_of_groups = rules();
   rules_of_groups.op = "tpkernels::streamk_gemm_grouped";
-  const GroupedArguments g = tpk::ops::check_grouped(rules_of_groups, a, b, bias, out, preact, group_sizes,
-                                                     workers, splits, multiprocessors);
-  GemmCall c = call_of(g);
+  const GroupedArguments g = tpk::ops::check_grouped(rules_of_groups, a, b, bias, out, preact, gate,
+                                                     group_sizes, workers, splits, multiprocessors);
+  GemmCall c = call_of(g, allow_tf32);
   c.activation = tpk::ops::parse_activation(kOp, activation);
   c.device = g.a.device_index;
   const tpk::sm80::DeviceFacts facts = facts_of(c.device);

@@ -31,7 +31,7 @@ def run(runnable):
 
 
 def test_sizes_of_groups_are_uneven_and_stay_as_they_are():
-    for shape in select(["grouped"]):
+    for shape in select(["grouped", "grouped-swiglu"]):
         sizes = group_sizes(shape.groups, shape.m)
         assert len(sizes) == shape.groups and sum(sizes) == shape.m
         assert max(sizes) > 1.5 * shape.m / shape.groups
@@ -41,21 +41,27 @@ def test_sizes_of_groups_are_uneven_and_stay_as_they_are():
 
 def test_variants():
     names = [v.name for v in SUITE.variants(Options())]
-    cases = {s.op: gemm._case(s, "bfloat16") for s in select(["batched", "grouped", "square"])}
+    cases = {
+        s.op: gemm._case(s, "bfloat16") for s in select(["batched", "grouped", "grouped-swiglu", "square"])
+    }
     taken = {op: [v for v in names if SUITE.applies(c, v, Options())] for op, c in cases.items()}
     assert taken["batched"] == ["cublas", "streamk", "streamk:data_parallel"]
-    assert set(taken["grouped"]) == {"cublas", "streamk", "streamk:data_parallel", GROUPED_MM, EACH}
+    for op in ("grouped", "grouped_swiglu"):
+        assert set(taken[op]) == {"cublas", "streamk", "streamk:data_parallel", GROUPED_MM, EACH}
     assert not {GROUPED_MM, EACH} & set(taken["matmul"])
     assert cases["batched"].flops == 2.0 * 2048 * 64**3
     assert cases["grouped"].bytes == 2.0 * (32768 * 2048 + 64 * 7168 * 2048 + 32768 * 7168)
+    gated = cases["grouped_swiglu"]  # the last one: 8192 rows, N 2048, K 7168
+    assert gated.bytes == 2.0 * (8192 * 7168 + 64 * 7168 * 4096 + 8192 * 2048)
+    assert gated.flops == 2.0 * 8192 * 7168 * 4096
 
 
 @pytest.mark.parametrize("variant", ["blas", "streamk", "streamk:data_parallel", EACH])
-@pytest.mark.parametrize("op", ["batched", "grouped"])
+@pytest.mark.parametrize("op", ["batched", "grouped", "grouped_swiglu"])
 def test_every_variant_is_right_on_the_cpu(op, variant):
     if variant == EACH and op == "batched":
         return
-    work = workload("batched", 40, 50, 60, batch=3) if op == "batched" else workload(op, 90, 50, 60, groups=5)
+    work = workload(op, 40, 50, 60, batch=3) if op == "batched" else workload(op, 90, 50, 60, groups=5)
     runnable = work.prepare(variant)
     check = run(runnable)
     assert check.ok and check.error > 0
@@ -64,9 +70,10 @@ def test_every_variant_is_right_on_the_cpu(op, variant):
         assert runnable.extra["plan"]["tiles"] >= (3 if op == "batched" else 4)
 
 
+@pytest.mark.parametrize("op", ["grouped", "grouped_swiglu"])
 @pytest.mark.parametrize("kind", ["another weight", "not written"])
-def test_a_wrong_group_is_caught(kind):
-    work = workload("grouped", 90, 50, 60, groups=5)
+def test_a_wrong_group_is_caught(op, kind):
+    work = workload(op, 90, 50, 60, groups=5)
 
     def wrong(s):
         work._torch_each(s)
@@ -75,7 +82,9 @@ def test_a_wrong_group_is_caught(kind):
         else:
             last = next(g for g in reversed(range(5)) if work.sizes[g] > 0)
             begin, end = sum(work.sizes[:last]), sum(work.sizes[: last + 1])
-            torch.mm(s.a[begin:end], s.b[last - 1], out=s.out[begin:end])
+            products = s.a[begin:end] @ s.weight[last - 1]
+            gate = torch.nn.functional.silu(products[:, :-50]) if op == "grouped_swiglu" else 1
+            s.out[begin:end] = gate * products[:, -50:]
 
     check = run(work._runnable(wrong))
     assert not check.ok and (check.error == math.inf) == (kind == "not written")

@@ -64,6 +64,32 @@ def test_gemm_table():
     assert "**FAILED** [1]" in table.markdown()
 
 
+def test_batches_and_groups_have_tables_of_their_own():
+    """With a size that tells how many products there are; the schedule of groups is not compared with a product's."""
+
+    def case(op: str, **params: int) -> list[Row]:
+        params = {"m": 64, "n": 32, "k": 16, **params}
+        more = {"op": op, "case": f"{op} x", "shape_set": op, "params": params}
+        found = [row("cublas", 100, **more), row("streamk", 80, "ours", **more)]
+        return found if op == "batched" else [*found, row("torch:grouped_mm", 90, **more)]
+
+    rows = [
+        row("cublas", 100),
+        row("streamk", 80, "ours"),
+        *case("batched", batch=8),
+        *case("grouped", groups=4),
+        *case("grouped_swiglu", groups=4),
+    ]
+    tables = {table.title: texts(table) for table in suite_tables(rows, "gemm")}
+    assert list(tables) == [
+        f"{name}, bfloat16" for name in ("square", "batched", "grouped", "grouped_swiglu")
+    ]
+    assert tables["batched, bfloat16"]["M × N × K"] == "8 × (64 × 32 × 16)"
+    assert tables["grouped, bfloat16"]["M × N × K"] == "64 × 32 × 16 in 4 groups"
+    assert tables["grouped_swiglu, bfloat16"]["torch:grouped_mm, us"] == "90.0"
+    assert all(of_set["× cublas"] == "1.25" for of_set in tables.values())
+
+
 def test_a_failed_row_of_ours_is_failed_in_its_time_and_its_ratio():
     rows = [row("cublas", 100), row("streamk", 10, "ours", status="failed", reason="NaN in the result")]
     (table,) = suite_tables(rows, "gemm")

@@ -33,11 +33,28 @@ def test_values_and_gradients(path, dtype, rng):
 
 
 @pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gate(path, dtype, rng):
+    options = itertools.cycle(itertools.product(ACTIVATIONS, [True, False]))
+    for i, sizes in enumerate(SIZES + SIZES[1:3]):
+        activation, save_preact = next(options)
+        check(
+            sizes, 37, 70, dtype, rng, path, gated=True, activation=activation, save_preact=save_preact,
+            transposed=i % 2 == 0, laid_out=i % 3 == 0,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("path", PATHS)
 def test_out_dtype_and_empty(path, rng):
     for dtype, out_dtype in itertools.product([torch.bfloat16, torch.float32], DTYPES):
         check([3, 0, 6], 9, 12, dtype, rng, path, out_dtype=out_dtype)
+        check([3, 0, 6], 9, 12, dtype, rng, path, gated=True, activation="silu", out_dtype=out_dtype)
     for sizes, n, k in [([0, 0, 0], 5, 4), ([2, 3], 0, 4), ([2, 3], 5, 0), ([0], 0, 0)]:
         check(sizes, n, k, torch.float32, rng, path, bias=True, activation="relu")
+        for save_preact in (True, False):
+            check(
+                sizes, n, k, torch.float32, rng, path, gated=True, activation="silu", save_preact=save_preact
+            )
     y = tpk.grouped_matmul(torch.ones(0, 4), torch.ones(0, 4, 5), [], path=path)
     assert y.shape == (0, 5)
 
@@ -45,17 +62,44 @@ def test_out_dtype_and_empty(path, rng):
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("activation", [None, "gelu"])
 @pytest.mark.parametrize("save_preact", [True, False])
-def test_gradcheck(path, activation, save_preact):
+@pytest.mark.parametrize("gated", [True, False])
+def test_gradcheck(path, activation, save_preact, gated):
     a = torch.randn(9, 4, dtype=torch.float64, requires_grad=True)
     w = torch.randn(3, 5, 4, dtype=torch.float64, requires_grad=True)
-    bias = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
+    third = torch.randn((3, 5, 4) if gated else (3, 5), dtype=torch.float64, requires_grad=True)
 
-    def run(a, w, bias):
-        options = {"activation": activation, "save_preact": save_preact, "path": path}
-        return tpk.grouped_matmul(a, w.mT, [4, 0, 5], bias=bias, **options)
+    def run(a, w, third):
+        options = {"gate": third.mT} if gated else {"bias": third}
+        options |= {"activation": activation, "save_preact": save_preact, "path": path}
+        return tpk.grouped_matmul(a, w.mT, [4, 0, 5], **options)
 
-    assert torch.autograd.gradcheck(run, (a, w, bias))
-    assert torch.autograd.gradgradcheck(run, (a, w, bias))
+    assert torch.autograd.gradcheck(run, (a, w, third))
+    assert torch.autograd.gradgradcheck(run, (a, w, third))
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_gradient_of_the_gate_alone(path):
+    a, b = torch.randn(6, 4), torch.randn(2, 4, 5)
+    gate = torch.randn(2, 5, 4, requires_grad=True)
+    y = tpk.grouped_matmul(a, b, [2, 4], gate=gate.mT, activation="silu", path=path)
+    with tpk.record_paths() as log:
+        y.sum().backward()
+    assert log.counts == {("grouped_weight_grad", path): 1}
+    again = gate.detach().requires_grad_()
+    parts = zip(a.split([2, 4]), b, again, strict=True)
+    torch.cat([torch.nn.functional.silu(x @ g.t()) * (x @ w) for x, w, g in parts]).sum().backward()
+    assert gate.grad.is_contiguous() and torch.allclose(gate.grad, again.grad, atol=1e-4)
+
+
+def test_one_call_of_a_gate_where_nothing_is_kept(rng):
+    """Without gradients the kernel makes both products in one call; with them, apart, with the same results."""
+    a, b, gate = torch.randn(9, 4), torch.randn(3, 4, 5), torch.randn(3, 4, 5)
+    one = tpk.grouped_matmul(a, b, [4, 0, 5], gate=gate, activation="gelu", path="streamk")
+    kept = tpk.grouped_matmul(a, b.requires_grad_(), [4, 0, 5], gate=gate, activation="gelu", path="streamk")
+    assert torch.allclose(one, kept, atol=1e-5)
+    out = torch.full((9, 5), torch.nan)
+    ops.streamk_gemm_grouped(a, b.detach(), None, out, None, "gelu", [4, 0, 5], gate=gate)
+    assert torch.equal(out, one)
 
 
 def test_gradients_only_where_asked():
@@ -136,6 +180,17 @@ def test_what_is_refused():
             ArgumentError,
             "path: 'cublas' is not a path",
         ),
+        (
+            lambda: tpk.grouped_matmul(a, b, [4, 0, 5], gate=b[0]),
+            ShapeError,
+            r"gate: expected the shape of b, \[3, 4, 5\], got \[4, 5\]",
+        ),
+        (lambda: tpk.grouped_matmul(a, b, [4, 0, 5], gate=b.double()), DTypeError, "gate: expected dtype"),
+        (
+            lambda: tpk.grouped_matmul(a, b, [4, 0, 5], gate=b, bias=torch.ones(3, 5)),
+            ArgumentError,
+            "bias: expected None where there is a gate",
+        ),
         (lambda: tpk.explain("grouped_matmul", a, b), ArgumentError, "got neither"),
         (lambda: tpk.explain("grouped_matmul", a, b, [4, 0, 6]), ShapeError, "10 in all"),
     ]
@@ -164,6 +219,12 @@ def test_what_the_kernel_refuses():
         ({"out": torch.empty(1, 5).expand(9, 5)}, "must not be broadcast"),
         ({"preact": torch.empty(9, 5).double()}, "preact must have the dtype of out"),
         ({"preact": out}, "out must not share memory with preact"),
+        ({"gate": b[0]}, r"gate must have shape \[groups, K, N\] with 3 groups"),
+        ({"gate": b[:, :, :4]}, r"gate must have shape \[groups, K, N\] = \[3, 4, 5\]"),
+        ({"gate": b.double()}, "gate must have the dtype of a"),
+        ({"gate": b, "bias": torch.ones(3, 5)}, "bias must be None where there is a gate"),
+        ({"gate": b, "preact": torch.empty(9, 5)}, "preact must be None where there is a gate"),
+        ({"gate": out[:4].expand(3, 4, 5)}, "gate must not share memory with out"),
         ({"workers": -1}, "workers must be 0"),
         ({"tile": "3x3x3"}, "tile must be"),
     ]:
@@ -209,6 +270,16 @@ def test_main_grad():
     assert w.grad_added_to_main_grad and w.grad.shape == w.shape
     with pytest.raises(ShapeError, match=r"main_grad_of\[0\]: b must be the parameter's .mT"):
         tpk.grouped_matmul(a, w.detach().mT.contiguous(), [4, 0, 5], main_grad_of=w)
+    gate, plain_gate = (torch.nn.Parameter(torch.randn(3, 5, 4)) for _ in range(2))
+    plain_gate.data.copy_(gate)
+    w.main_grad, gate.main_grad, plain.grad = torch.zeros(3, 5, 4), torch.ones(3, 5, 4), None
+    for weights, into in (((plain, plain_gate), None), ((w, gate), [w, gate])):
+        options = {"gate": weights[1].mT, "activation": "silu", "main_grad_of": into}
+        tpk.grouped_matmul(a, weights[0].mT, [4, 0, 5], **options).backward(dy)
+    assert torch.allclose(w.main_grad, plain.grad, atol=1e-5)
+    assert torch.allclose(gate.main_grad, 1 + plain_gate.grad, atol=1e-5)
+    with pytest.raises(ArgumentError, match=r"one parameter .* per weight, 2 in all, got 1"):
+        tpk.grouped_matmul(a, w.mT, [4, 0, 5], gate=gate.mT, main_grad_of=w)
     bf16 = torch.nn.Parameter(torch.randn(3, 5, 4, dtype=torch.bfloat16))
     bf16.main_grad = torch.zeros(3, 5, 4)
     half = a.detach().bfloat16()
@@ -223,8 +294,11 @@ def test_opcheck():
     bias = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
     sizes = [4, 0, 5]
     op = ops.grouped_matmul.default
-    torch.library.opcheck(op, (a, b, bias, sizes, "gelu", None, True, "auto"))
-    torch.library.opcheck(op, (a, b, None, sizes, "none", torch.float32, False, "streamk"))
+    torch.library.opcheck(op, (a, b, None, bias, sizes, "gelu", None, True, "auto"))
+    torch.library.opcheck(op, (a, b, None, None, sizes, "none", torch.float32, False, "streamk"))
+    gate = torch.randn(3, 4, 5, dtype=torch.float64, requires_grad=True)
+    for kept in (True, False):
+        torch.library.opcheck(op, (a, b, gate, None, sizes, "silu", None, kept, "streamk"))
     for transposed in (False, True):
         torch.library.opcheck(ops.grouped_weight_grad.default, (a, dy, sizes, transposed, "auto"))
     acc = torch.zeros(3, 4, 5, dtype=torch.float64)
@@ -258,7 +332,8 @@ def test_compile_is_one_graph_for_all_sizes():
 
 def test_compile_with_gradients_traced():
     def run(a, w):
-        return tpk.grouped_matmul(a, w.mT, [4, 0, 5], activation="gelu").square().sum()
+        h = tpk.grouped_matmul(a, w.mT, [4, 0, 5], gate=2 * w.mT, activation="silu")
+        return h.sum() + tpk.grouped_matmul(a, w.mT, [4, 0, 5], activation="gelu").square().sum()
 
     a, w = torch.randn(9, 4, requires_grad=True), torch.randn(3, 5, 4, requires_grad=True)
     torch._dynamo.reset()
@@ -285,6 +360,9 @@ def test_explain_says_what_runs():
         assert "2 of 3 groups, a product for each" in str(explained)
     tpk.grouped_matmul(a, b, [4, 0, 5])
     assert tpk.last_path().detail == explained.product
+    gated = tpk.explain("grouped_matmul", a, b, [4, 0, 5], gate=b)
+    tpk.grouped_matmul(a, b, [4, 0, 5], gate=b)
+    assert tpk.last_path().detail == gated.product and "gated" in gated.product
 
 
 def test_plan_of_one_launch():
@@ -299,6 +377,7 @@ def test_plan_of_one_launch():
     assert plan([128] * 64, "sm90", **one_tile)[3:6] == [256, 64, 132]
     assert plan([128] * 65, "sm90", **one_tile)[3] == 260
     assert plan([128] * 4, "sm80", tile="128x128x32", schedule="data_parallel")[3] == 16
+    assert plan([1, 0, 128, 129], "sm90", gated=True, **one_tile)[3] == 2 * tiles  # half of a tile's columns
     with pytest.raises(RuntimeError, match=r"must add up to m = 5, below 2\^31, but they add up to 4"):
         ops.streamk_plan(1, 5, 512, 4096, "sm90", group_sizes=[4])
 

@@ -22,7 +22,19 @@ from tpkernels import _extensions
 from tpkernels.errors import ArgumentError
 from tpkernels.ops import _plans
 from tpkernels.ops._paths import PlanArguments
-from tpkernels.tune import calibrate, cli, constants, fitting, local, models, shapes, show, store, timer
+from tpkernels.tune import (
+    asked,
+    calibrate,
+    cli,
+    constants,
+    fitting,
+    local,
+    models,
+    shapes,
+    show,
+    store,
+    timer,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 DEVICE = ["--device", "cpu"]
@@ -71,7 +83,7 @@ def test_tune(capsys, cache):
     assert "(known)" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("layout", cli.LAYOUTS)
+@pytest.mark.parametrize("layout", asked.LAYOUTS)
 @pytest.mark.parametrize("epilogue", ["", "bias+activation", "gate+residual", "into"])
 def test_what_is_tuned_is_what_a_layer_calls(layout, epilogue, capsys):
     arguments = ["tune", "20x24x40", *DEVICE, "--layout", layout, "--dtype", "bf16", "--epilogue", epilogue]

@@ -421,5 +421,5 @@ def test_tf32_is_another_product(monkeypatch: pytest.MonkeyPatch) -> None:
     names = set()
     for allowed in (False, True):
         monkeypatch.setattr(_plans, "may_use_tf32", lambda dtype, allowed=allowed: allowed)
-        names.add((local._name(call), cases.of(*call[:4], want_preact=False, device="cuda").key))
+        names.add((call.name(), cases.of(*call[:4], want_preact=False, device="cuda").key))
     assert len(names) == len({name for name, _ in names}) == len({key for _, key in names}) == 2

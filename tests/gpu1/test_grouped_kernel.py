@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,7 @@ from tpkernels.errors import ArgumentError
 from tpkernels.testing import assert_close_tiles
 
 Tensor = torch.Tensor
+GATED_TILES = ["128x256x64", "256x128x64", "128x128x64"]  # whose columns can be halved
 pytestmark = pytest.mark.gpu1
 OPS = torch.ops.tpkernels
 
@@ -52,6 +53,10 @@ def grouped(a: Tensor, b: Tensor, out: Tensor, sizes: Sequence[int], **options: 
 def exact(a: Tensor, b: Tensor, sizes: Sequence[int]) -> Tensor:
     parts = [rows.double() @ b[g].double() for g, rows in enumerate(a.split(list(sizes)))]
     return torch.cat(parts)
+
+
+def exact_gated(a: Tensor, b: Tensor, gate: Tensor, sizes: Sequence[int], activation: str) -> Tensor:
+    return activate(exact(a, gate, sizes), activation) * exact(a, b, sizes)
 
 
 def draw(sizes: Sequence[int], n: int, k: int, layouts: tuple[str, str], **how: Any) -> tuple[Tensor, Tensor]:
@@ -81,6 +86,60 @@ def test_values(tile: str, cluster: str, generator: torch.Generator) -> None:
                 different = differences(out.tensor, exact(a, b, sizes).to(out_dtype))
                 assert not different, different
                 out.check("out")
+
+
+@hopper_only
+@pytest.mark.parametrize("cluster", CLUSTERS)
+@pytest.mark.parametrize("tile", GATED_TILES)
+def test_gate(tile: str, cluster: str, generator: torch.Generator) -> None:
+    """To the bit, among NaN: the gate's matrix is that of the group, too, with every layout and plan."""
+    kinds = itertools.cycle(itertools.product(DTYPES, OUT_DTYPES))
+    sides = zip(LAYOUTS, [(264, 512), (203, 1000), (520, 72), (64, 2048)], strict=True)
+    with Failures() as failures:
+        for i, ((layouts, (n, k)), plan) in enumerate(itertools.product(sides, PLANS)):
+            dtype, out_dtype = next(kinds)
+            sizes = EIGHTHS if layouts[0] == "cols" else SIZES[i % 3 :] + SIZES[: i % 3]
+            a, b = draw(sizes, n, k, layouts, dtype=dtype, generator=generator)
+            gate = embed(integers(len(sizes), k, n, dtype=dtype, generator=generator), layouts[1])
+            out = output((sum(sizes), n), out_dtype, ["rows", "rows_odd"][i % 5 == 0])
+            with failures.case(f"{layouts} N {n} K {k} {dtype} to {out_dtype}, {plan}"):
+                grouped(a, b, out.tensor, sizes, gate=gate, activation="relu", tile=tile + cluster, **plan)
+                want = exact_gated(a, b, gate, sizes, "relu").to(out_dtype)
+                different = differences(out.tensor, want)
+                assert not different, different
+                out.check("out")
+
+
+@hopper_only
+def test_gate_of_more_groups_than_a_launch_takes(
+    generator: torch.Generator, rng: np.random.Generator
+) -> None:
+    sizes = [int(x) for x in rng.integers(0, 90, 150)]
+    a, b = draw(sizes, 136, 264, ("rows", "cols"), dtype=torch.bfloat16, generator=generator)
+    gate = embed(integers(150, 264, 136, dtype=torch.bfloat16, generator=generator), "cols")
+    out = output((sum(sizes), 136), torch.float32)
+    grouped(a, b, out.tensor, sizes, gate=gate, activation="relu")
+    different = differences(out.tensor, exact_gated(a, b, gate, sizes, "relu").float())
+    assert not different, different
+    out.check("out")
+
+
+@pytest.mark.parametrize("tile", [pytest.param("", id="cheapest"), *TILES])
+def test_gate_with_activations(tile: str, generator: torch.Generator) -> None:
+    """Odd strides, and a gate that lies in another way than b: another kernel takes those, a group at a time."""
+    n, k = 200, 264
+    cases = itertools.product(ACTIVATIONS, DTYPES, ["rows", "rows_odd", "cols"])
+    for i, (activation, dtype, layout) in enumerate(cases):
+        a = embed(randn(1, sum(SIZES), k, dtype=dtype, generator=generator) / 4, layout)[0]
+        b = embed(randn(len(SIZES), k, n, dtype=dtype, generator=generator) / 4, layout)
+        gate = randn(len(SIZES), k, n, dtype=dtype, generator=generator) / 4
+        gate = embed(gate, layout if i % 4 else "cols")
+        out = output((sum(SIZES), n), OUT_DTYPES[i % 3])
+        grouped(a, b, out.tensor, SIZES, gate=gate, activation=activation, tile=tile)
+        up, gated = exact(a.abs(), b.abs(), SIZES), exact(a.abs(), gate.abs(), SIZES)
+        want = exact_gated(a, b, gate, SIZES, activation)
+        assert_close_tiles(out.tensor, want, out.tensor.dtype, k=k, magnitude=up * gated, slack=1.25)
+        out.check("out")
 
 
 @hopper_only
@@ -170,6 +229,48 @@ def test_gradients(
         )  # fmt: skip
 
 
+@pytest.mark.parametrize("path", ["streamk", "cublas"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gradients_of_gates(
+    path: str, dtype: torch.dtype, rng: np.random.Generator, cublas_sums_in_fp32: None
+) -> None:
+    options = itertools.cycle(itertools.product(ACTIVATIONS, [True, False]))
+    for i, sizes in enumerate([[300, 0, 129, 7], [1, 64, 1000], [0, 0], [40] * 70]):
+        activation, save_preact = next(options)
+        check(
+            sizes, 136, 200, dtype, rng, path, gated=True, activation=activation, save_preact=save_preact,
+            transposed=i % 2 == 0, laid_out=i == 1, device="cuda",
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_tf32_is_torchs_decision(gated: bool, generator: torch.Generator, tf32_switch: None) -> None:
+    """Of every product of groups: float32 exactly where torch forbids TF32, and with its errors where it does not."""
+    sizes, n, k = [130, 0, 64, 7], 136, 512
+    a = randn(sum(sizes), k, dtype=torch.float32, generator=generator)
+    w, g = (randn(len(sizes), n, k, dtype=torch.float32, generator=generator) / 8 for _ in range(2))
+    w.requires_grad_()
+    dy = randn(sum(sizes), n, dtype=torch.float32, generator=generator)
+
+    def errors() -> tuple[float, float]:
+        w.grad = None
+        gate = g.mT if gated else None
+        with torch.no_grad():
+            out = tpk.grouped_matmul(a, w.mT, sizes, gate=gate, path="streamk")
+        tpk.grouped_matmul(a, w.mT, sizes, path="streamk").backward(dy)
+        up = exact(a, w.detach().mT, sizes)
+        want = up * exact(a, g.mT, sizes) if gated else up
+        parts = zip(dy.split(sizes), a.split(sizes), strict=True)
+        grad = torch.stack([d.double().t() @ x.double() for d, x in parts])
+        assert w.grad is not None
+        return tuple(float((x - y).norm() / y.norm()) for x, y in ((out, want), (w.grad, grad)))  # type: ignore[return-value]
+
+    torch.backends.cuda.matmul.fp32_precision = "ieee"
+    assert max(errors()) < 2e-6
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    assert all(5e-5 < e < 2e-3 for e in errors())
+
+
 def test_gradients_of_torch(generator: torch.Generator) -> None:
     """Those of one product of torch's for each group."""
     sizes, n, k = [256, 0, 512, 130], 256, 512
@@ -185,6 +286,13 @@ def test_gradients_of_torch(generator: torch.Generator) -> None:
     w.main_grad = torch.zeros(w.shape, device="cuda")  # type: ignore[attr-defined]
     tpk.grouped_matmul(a, w.mT, sizes, main_grad_of=w, path="streamk").backward(dy)
     assert float((w.main_grad - want[1]).norm() / want[1].norm()) < 1e-5  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def tf32_switch() -> Iterator[None]:
+    before = torch.backends.cuda.matmul.fp32_precision
+    yield
+    torch.backends.cuda.matmul.fp32_precision = before
 
 
 def test_sizes_on_the_device_and_in_graphs(generator: torch.Generator) -> None:
@@ -216,6 +324,10 @@ def test_it_is_one_launch(generator: torch.Generator) -> None:
     assert record is not None and "in 3 of 4 groups, all in one list of tiles" in record.detail
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         grouped(a, b, filled(428, 512, dtype=torch.bfloat16), sizes, schedule="data_parallel")
+        torch.cuda.synchronize()
+    assert [e.count for e in profile.key_averages() if "streamk_gemm_kernel" in e.key] == [1]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        tpk.grouped_matmul(a, b, sizes, gate=b, activation="silu")
         torch.cuda.synchronize()
     assert [e.count for e in profile.key_averages() if "streamk_gemm_kernel" in e.key] == [1]
 

@@ -12,9 +12,10 @@ from gemm_checks import gemm, randn
 from streamk_cases import filled, hopper_only
 
 import tpkernels as tpk
+from tpkernels.ops import _gemm as gemms
 from tpkernels.ops import _plans
 from tpkernels.testing import assert_close_tiles
-from tpkernels.tune import cli, constants, local
+from tpkernels.tune import cli, constants, grouped, local, scaled
 
 pytestmark = pytest.mark.gpu1
 BF16 = torch.bfloat16
@@ -62,14 +63,12 @@ def test_values(size: tuple[int, int, int], lies: str, generator: torch.Generato
     assert record is not None and record.why.startswith("tuned: "), record
     assert torch.equal(y, again) and local.counts.timed == 1
     assert_close_tiles(y, want, BF16, k=k, magnitude=magnitude)
-    tried = local.time_all(
-        local.Call(a, b, local._gemm.Epilogue(bias=bias, activation="relu"), BF16), "cublas"
-    )
+    tried = local.time_all(local.Call(a, b, gemms.Epilogue(bias=bias, activation="relu"), BF16), "cublas")
     for candidate, us in tried:
         assert 0 < us < float("inf"), candidate
         choice = local.Choice(candidate.gemm, "", plan=candidate.plan)
-        e = local._gemm.Epilogue(bias=bias, activation="relu")
-        made = local._gemm.run(choice, a, b, e, out_dtype=BF16).out
+        e = gemms.Epilogue(bias=bias, activation="relu")
+        made = gemms.run(choice, a, b, e, out_dtype=BF16).out
         assert_close_tiles(made, want, BF16, k=k, magnitude=magnitude)
 
 
@@ -116,6 +115,98 @@ def test_sums_into_a_tensor_are_timed_elsewhere(generator: torch.Generator) -> N
         tpk.matmul(a, b, accumulate_into=into)
     assert local.counts.timed == 1
     assert_close_tiles(into, want, torch.float32, k=512)
+
+
+@pytest.mark.parametrize("follows", ["plain", "bias", "gate"])
+def test_groups(follows: str, generator: torch.Generator) -> None:
+    """Every plan is right; sizes that are near are not timed again."""
+    sizes, n, k = [300, 0, 129, 77, 6], 264, 1024
+    a = randn(512, k, dtype=BF16, generator=generator)
+    b, gate = (randn(5, n, k, dtype=BF16, generator=generator).mT / 16 for _ in range(2))
+    bias = randn(5, n, dtype=BF16, generator=generator)
+    e = {
+        "plain": gemms.PLAIN,
+        "bias": gemms.Epilogue(bias=bias, activation="relu"),
+        "gate": gemms.Epilogue(gate=gate, activation="relu"),
+    }[follows]
+    given = {name: getattr(e, name) for name in ("bias", "gate") if getattr(e, name) is not None}
+    given["activation"] = None if follows == "plain" else "relu"
+
+    def exact(part: torch.Tensor, sizes: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """And of what size its terms are."""
+        rows = part.double().split(sizes)
+        up, sums, gated = (
+            torch.cat([f(x) @ f(w.double()) for x, w in zip(rows, ws, strict=True)])
+            for ws, f in ((b, lambda x: x), (b, torch.abs), (gate, lambda x: x))
+        )
+        of = torch.tensor(sizes, device="cuda")
+        if follows == "gate":
+            of_gate = torch.cat([x.abs() @ w.double().abs() for x, w in zip(rows, gate, strict=True)])
+            return torch.relu(gated) * up, sums * of_gate
+        if follows == "bias":
+            added = bias.double().repeat_interleave(of, 0)
+            return torch.relu(up + added), sums + added.abs()
+        return up, sums
+
+    want, magnitude = exact(a, sizes)
+    with tpk.autotune():
+        y = tpk.grouped_matmul(a, b, sizes, **given)
+        record = tpk.last_path()
+        assert record is not None and record.why.startswith("tuned: "), record
+        assert torch.equal(y, tpk.grouped_matmul(a, b, sizes, **given)) and local.counts.timed == 1
+        assert_close_tiles(y, want, BF16, k=k, magnitude=magnitude)
+        others = [1, 400, 100, 0, 11]
+        got = tpk.grouped_matmul(a, b, others, **given)
+        assert local.counts.timed == 1 and tpk.last_path().why == record.why  # type: ignore[union-attr]
+        ours = exact(a, others)
+        assert_close_tiles(got, ours[0], BF16, k=k, magnitude=ours[1])
+    call = grouped.GroupedCall(a, b, e, sizes, BF16)
+    tried = local.time_all(call, "cublas")
+    assert len({candidate.plan for candidate, _ in tried}) >= 4
+    for candidate, us in tried:
+        assert 0 < us < float("inf"), candidate
+        choice = local.Choice(candidate.gemm, "", plan=candidate.plan)
+        (made,) = call.runner()(choice, call.operands())  # type: ignore[misc]
+        assert_close_tiles(made, want, BF16, k=k, magnitude=magnitude, name=candidate.what)
+
+
+@hopper_only
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise", "blockwise"])
+def test_fp8(scaling: str, generator: torch.Generator) -> None:
+    """Every plan of every kernel for FP8 is right; one timing."""
+    m, n, k = 320, 1024, 4096
+    of_a, of_b = ("blockwise_1x128", "blockwise_128x128") if scaling == "blockwise" else (scaling, scaling)
+    a = tpk.quantize(randn(m, k, dtype=BF16, generator=generator), of_a)
+    b = tpk.quantize(randn(n, k, dtype=BF16, generator=generator), of_b).t()
+    left, right = (x.dequantize(torch.float64) for x in (a, b))
+    want, magnitude = left @ right, left.abs() @ right.abs()
+    with tpk.autotune():
+        y = tpk.scaled_matmul(a, b)
+        record = tpk.last_path()
+        assert record is not None and record.why.startswith("tuned: "), record
+        assert torch.equal(y, tpk.scaled_matmul(a, b)) and local.counts.timed == 1
+    assert_close_tiles(y, want, BF16, k=k, magnitude=magnitude)
+    for fast in [False] if scaling == "blockwise" else [False, True]:
+        call = scaled.ScaledCall(a.data, b.data, a.scale, b.scale, None, BF16, fast)
+        tried = local.time_all(call, "cublas")
+        assert len({candidate.plan for candidate, _ in tried}) >= 4
+        for candidate, us in tried:
+            assert 0 < us < float("inf"), candidate
+            choice = local.Choice(candidate.gemm, "", plan=candidate.plan)
+            made = call.runner()(choice, call.operands())
+            assert isinstance(made, torch.Tensor)
+            # The tensor cores add with some 14 bits: 128 of K before sums are promoted, or all of it.
+            slack = 64.0 if fast else 4.0
+            assert_close_tiles(made, want, BF16, k=k, magnitude=magnitude, slack=slack, name=candidate.what)
+
+
+def test_the_command_takes_groups_and_fp8(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--plain", "--device", "cuda"]
+    assert cli.main(["tune", "256x512x512", "--groups", "4", "--epilogue", "gate+activation", *options]) == 0
+    assert "in 4 groups" in capsys.readouterr().out
+    if hasattr(torch.ops.tpkernels, "scaled_gemm") and torch.cuda.get_device_capability() == (9, 0):
+        assert cli.main(["tune", "256x512x512", "--fp8", "blockwise", *options]) == 0
+        assert "FP8, blockwise, to bfloat16" in capsys.readouterr().out
 
 
 @hopper_only

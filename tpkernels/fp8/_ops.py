@@ -35,7 +35,9 @@ def _scaled_matmul(
     _product.check_rest(bias, b, out_dtype)
     layout = _product.layout_of(a, b, scale_a, scale_b, out_dtype, fast_accumulation)
     choice = _product.choose(_paths.parse(path, a.device.type, distributed=False), a.device, layout)
-    out = _product.run(choice, a, b, scale_a, scale_b, bias, out_dtype, fast_accumulation)
+    given = (a, b, scale_a, scale_b, bias, out_dtype, fast_accumulation)
+    choice = _product.settle(choice, *given)
+    out = _product.run(choice, *given)
     _paths.record("scaled_matmul", "none", choice.gemm, _product.describe(a, b, layout), choice.why)
     return out
 
@@ -145,15 +147,16 @@ def _all_gather_scaled_matmul(
         },
     )
     data, scale = gathered(a_shard, scale_a, plan.dim, plan.sizes, group)
-    made = [
-        _product.run(plan.choice, data, b, scale, scale_b, bias, out_dtype, fast_accumulation)
-        for b, scale_b, bias in zip(bs, scale_bs, plan.biases, strict=True)
-    ]
+    made, choices = [], []
+    for b, scale_b, bias in zip(bs, scale_bs, plan.biases, strict=True):
+        given = (data, b, scale, scale_b, bias, out_dtype, fast_accumulation)
+        choices.append(_product.settle(plan.choice, *given))
+        made.append(_product.run(choices[-1], *given))
     layouts = [
         _product.layout_of(data, b, scale, scale_b, out_dtype, fast_accumulation)
         for b, scale_b in zip(bs, scale_bs, strict=True)
     ]
-    _note("all_gather_scaled_matmul", plan, [(data, b) for b in bs], layouts)
+    _note("all_gather_scaled_matmul", plan._replace(choice=choices[0]), [(data, b) for b in bs], layouts)
     if not return_gathered:
         return made
     return [*made, data, scale.clone() if scale is scale_a else scale]  # an op must not return its argument
@@ -263,9 +266,11 @@ def _summed(
         },
     )
     wide = out_dtype if len(a) == 1 and group.world > 1 else torch.float32
-    total = None
+    total, choices = None, []
     for left, right, of_left, of_right in zip(a, b, scale_a, scale_b, strict=True):
-        product = _product.run(plan.choice, left, right, of_left, of_right, None, wide, fast)
+        given = (left, right, of_left, of_right, None, wide, fast)
+        choices.append(_product.settle(plan.choice, *given))
+        product = _product.run(choices[-1], *given)
         total = product if total is None else total.add_(product)
     assert total is not None
     if scatter is None:
@@ -276,7 +281,7 @@ def _summed(
         )
     quads = zip(a, b, scale_a, scale_b, strict=True)
     layouts = [_product.layout_of(x, w, of_x, of_w, wide, fast) for x, w, of_x, of_w in quads]
-    _note(op, plan, list(zip(a, b, strict=True)), layouts)
+    _note(op, plan._replace(choice=choices[0]), list(zip(a, b, strict=True)), layouts)
     return out
 
 

@@ -24,11 +24,13 @@ from torch.nn import functional as F
 from tpkernels import _extensions
 from tpkernels.errors import ArgumentError, BackendError, DeviceError, DTypeError, ShapeError
 from tpkernels.fp8._quantize import BLOCK, DTYPES, spread
-from tpkernels.ops import _checks, _nvtx
+from tpkernels.ops import _checks, _gemm, _nvtx
 from tpkernels.ops._paths import FUSED, Choice, Request
+from tpkernels.tune import mode
 
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ALIGNMENT = 16  # of K, and for torch._scaled_mm of N: rows of 16 bytes; of scales for cuBLAS
+LIBRARY = "cublas"  # where there is a choice
 ROWS = (
     16  # blockwise products of multiples of them are what torch._scaled_mm was seen to take; of 1 and 129 not
 )
@@ -137,9 +139,9 @@ def choose(request: Request, device: torch.device, layout: Layout) -> Choice:
             if request.gemm == "cublas"
             else "torch._scaled_mm is the default; path='streamk' takes our kernel"
         )
-        return Choice("cublas", why)
+        return Choice("cublas", why, open=request.gemm is None and streamk_missing(device) is None)
     if request.gemm is None and streamk_missing(device) is None:
-        return Choice("streamk", unfit)
+        return Choice("streamk", unfit, open=True)
     return Choice("cublas", f"operands converted: {unfit}")
 
 
@@ -185,6 +187,25 @@ def cuda_version() -> tuple[int, int] | None:
     return None if version is None else tuple(int(part) for part in version.split(".")[:2])  # type: ignore[return-value]
 
 
+def settle(
+    choice: Choice,
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    fast_accumulation: bool,
+) -> Choice:
+    """``choice``, or what tuning has in its place."""
+    if not (choice.open and mode.active()):
+        return choice
+    from tpkernels.tune import local, scaled
+
+    call = scaled.ScaledCall(a, b, scale_a, scale_b, bias, out_dtype, fast_accumulation)
+    return local.tuned(choice, call, LIBRARY)
+
+
 def run(
     choice: Choice,
     a: Tensor,
@@ -212,7 +233,8 @@ def run(
             promoted = "128" in layout.a_scaling + layout.b_scaling  # where scales change along K, sums are
             addend = bias.to(torch.float32) if bias is not None and bias.dtype == torch.float64 else bias
             fast = fast_accumulation and not promoted
-            torch.ops.tpkernels.scaled_gemm(a, b, scale_a, scale_b, addend, out, fast)
+            plan = _gemm.arguments(choice.plan)
+            torch.ops.tpkernels.scaled_gemm(a, b, scale_a, scale_b, addend, out, fast, **plan)
         elif (
             choice.gemm == "cublas"
             and library_missing(layout, torch.cuda.get_device_capability(a.device), cuda_version()) is None
@@ -228,8 +250,13 @@ def _padded(x: Tensor) -> Tensor:
     behind = -x.shape[1] % ALIGNMENT
     if behind:
         return F.pad(x.view(torch.uint8), (0, behind)).view(x.dtype)
-    loadable = x.stride(1) == 1 and x.stride(0) % ALIGNMENT == 0 and x.stride(0) >= x.shape[1]
-    return x if loadable and x.data_ptr() % ALIGNMENT == 0 else x.clone(memory_format=torch.contiguous_format)
+    return x if is_loadable(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+def is_loadable(x: Tensor) -> bool:
+    """Whether TMA and cuBLAS load x [rows, K] as it is; addresses of meta tensors count as aligned."""
+    rows = x.shape[1] % ALIGNMENT == 0 and x.stride(0) % ALIGNMENT == 0 and x.stride(0) >= x.shape[1]
+    return rows and x.stride(1) == 1 and (x.is_meta or x.data_ptr() % ALIGNMENT == 0)
 
 
 def _scaled_mm(

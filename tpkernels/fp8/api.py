@@ -31,6 +31,7 @@ from tpkernels.fp8._quantize import Quantized
 from tpkernels.fp8.recipe import Fp8Recipe, RecipeLike, recipe_of
 from tpkernels.ops import _agreement, _checks, _groups, _main_grad, _paths
 from tpkernels.ops._groups import GroupLike, group_name_of
+from tpkernels.tune import mode
 
 _ops = torch.ops.tpkernels
 
@@ -99,6 +100,11 @@ def foresee(
     _product.check_rest(bias, b.data, out_dtype)
     layout = _product.layout_of(a.data, b.data, a.scale, b.scale, out_dtype, fast_accumulation)
     choice = _product.choose(_paths.parse(path, device.type, distributed=False), device, layout)
+    if choice.open and mode.active():
+        from tpkernels.tune import local, scaled
+
+        call = scaled.ScaledCall(a.data, b.data, a.scale, b.scale, bias, out_dtype, fast_accumulation)
+        choice = local.foreseen(choice, call, device)
     return choice.gemm, _product.describe(a.data, b.data, layout), choice.why
 
 

@@ -85,7 +85,7 @@ def run(
     if choice.open and mode.active():
         from tpkernels.tune import local
 
-        choice = local.tuned(choice, a, b, epilogue, out_dtype=out_dtype, want_preact=want_preact)
+        choice = local.tuned(choice, local.Call(a, b, epilogue, out_dtype, want_preact))
     with _nvtx.phase("product", choice.gemm):
         if choice.gemm == "streamk":
             product = _streamk(a, b, epilogue, out_dtype, want_preact, choice.plan)
@@ -102,7 +102,7 @@ def accumulate(choice: Choice, a: Tensor, b: Tensor, acc: Tensor) -> Choice:
     if choice.open and mode.active():
         from tpkernels.tune import local
 
-        choice = local.tuned(choice, a, b, PLAIN, out_dtype=acc.dtype, into=acc)
+        choice = local.tuned(choice, local.Call(a, b, PLAIN, acc.dtype, into=acc))
     with _nvtx.phase("product", choice.gemm):
         _accumulate(choice, a, b, acc)
     return choice
@@ -118,7 +118,7 @@ def _accumulate(choice: Choice, a: Tensor, b: Tensor, acc: Tensor) -> None:
         else:
             tf32 = _plans.may_use_tf32(a.dtype)
             torch.ops.tpkernels.streamk_gemm(
-                a3, b3, None, acc3, None, "none", True, allow_tf32=tf32, **_arguments(choice.plan)
+                a3, b3, None, acc3, None, "none", True, allow_tf32=tf32, **arguments(choice.plan)
             )
         return
     rows = _rows_view(acc) if b.dim() == 2 and acc.dtype == accumulate_dtype(a.dtype) else None
@@ -136,7 +136,8 @@ def _add_product(acc: Tensor, a: Tensor, b: Tensor) -> None:
         acc.addmm_(a.to(acc.dtype), b.to(acc.dtype))
 
 
-def _arguments(plan: PlanArguments) -> dict[str, str | int]:
+def arguments(plan: PlanArguments) -> dict[str, str | int]:
+    """As the Stream-K ops take them."""
     return {"schedule": plan.schedule, "splits": plan.splits, "tile": plan.tile}
 
 
@@ -162,7 +163,7 @@ def _streamk(
         residual=None if e.residual is None else e.residual.reshape(out.shape),
         alpha=e.alpha,
         allow_tf32=_plans.may_use_tf32(a.dtype),
-        **_arguments(plan),
+        **arguments(plan),
     )
     return Product(out.view(shape), [] if preact is None else [preact.view(shape)])
 

@@ -1,5 +1,8 @@
 """``tpkernels::grouped_matmul`` and its weight gradient: rows in groups, each multiplied by a weight of its own.
 
+``grouped_matmul`` returns ``[out]``, or what the backward pass wants too: ``[out, preact]``, and with a gate
+``[out, a b, a gate]``.
+
 Who multiplies: "streamk" is one call of the kernels for all groups, one launch on Hopper (up to 64 groups that have
 rows); "cublas" and "blas" are a product of the library for each group. Path "auto" takes the former on Hopper, for
 operands that its kernel loads. The weight gradient is a product for each group on every path: each has a K of its own,
@@ -16,11 +19,12 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from tpkernels.errors import ArgumentError, DeviceError, DTypeError, ShapeError
-from tpkernels.ops import _checks, _gemm, _main_grad, _nvtx, _paths, _plans
+from tpkernels.ops import _activation, _checks, _gemm, _main_grad, _nvtx, _paths, _plans
 from tpkernels.ops._collectives import accumulate_dtype
 from tpkernels.ops._main_grad import Target
-from tpkernels.ops._matmul import preact_grad
+from tpkernels.ops._matmul import half_grads, preact_grad
 from tpkernels.ops._registry import register
+from tpkernels.tune import mode
 
 _ops = torch.ops.tpkernels
 
@@ -94,6 +98,7 @@ def _listed(sizes: Sequence[int]) -> str:
 def _validate(
     a: Tensor,
     b: Tensor,
+    gate: Tensor | None,
     bias: Tensor | None,
     sizes: Sequence[int],
     activation: str,
@@ -115,6 +120,7 @@ def _validate(
             f"{b.shape[1]} in b {list(b.shape)}; weights stored [groups, out, in] are passed as weight.mT."
         )
     check_sizes(sizes, a, b.shape[0])
+    _checks.check_gate(gate, b, bias, a)
     if bias is not None:
         _checks.check_operand("bias", bias)
         _checks.check_like("bias", bias, "a", a)
@@ -135,17 +141,20 @@ def spans(sizes: Sequence[int]) -> Iterator[tuple[int, slice]]:
         begin += size
 
 
-def describe(device: torch.device, a: Tensor, b: Tensor, sizes: Sequence[int], gemm: str) -> str:
+def describe(
+    device: torch.device, a: Tensor, b: Tensor, sizes: Sequence[int], gemm: str, *, gated: bool = False
+) -> str:
     """For a path record: sizes, and whether the groups share a launch on that device."""
     used = sum(size > 0 for size in sizes)
     hopper = gemm == "streamk" and _plans.machine_of(device.type, device).architecture == "sm90"
     how = "all in one list of tiles" if hopper else "a product for each"
-    return f"{_gemm.describe(a, b)} in {used} of {len(sizes)} groups, {how}"
+    return f"{_gemm.describe(a, b, gated=gated)} in {used} of {len(sizes)} groups, {how}"
 
 
 def _implementation(
     a: Tensor,
     b: Tensor,
+    gate: Tensor | None,
     bias: Tensor | None,
     group_sizes: list[int],
     activation: str,
@@ -153,28 +162,68 @@ def _implementation(
     return_preact: bool,
     path: str,
 ) -> list[Tensor]:
-    dtype = _validate(a, b, bias, group_sizes, activation, out_dtype)
-    choice = choose_grouped(path, a.device, a, b, group_sizes)
-    out = a.new_empty(a.shape[0], b.shape[2], dtype=dtype)
-    preact = torch.empty_like(out) if return_preact else None
+    dtype = _validate(a, b, gate, bias, group_sizes, activation, out_dtype)
+    choice = choose_grouped(path, a.device, a, b, group_sizes, gate)
+    epilogue = _gemm.Epilogue(gate, bias, activation=activation)
+    if choice.open and mode.active():
+        from tpkernels.tune import grouped, local
+
+        call = grouped.GroupedCall(a, b, epilogue, group_sizes, dtype, return_preact)
+        choice = local.tuned(choice, call, library(a.device))
+    choice = choice._replace(open=False)  # products of single groups are not tuned: there are too many
     with _nvtx.phase("product", choice.gemm):
-        if choice.gemm == "streamk":
-            _ops.streamk_gemm_grouped(a, b, bias, out, preact, activation, group_sizes)
-        else:
-            _by_library(choice, a, b, bias, group_sizes, activation, out, preact)
-    detail = describe(a.device, a, b, group_sizes, choice.gemm)
+        made = run(choice, a, b, epilogue, group_sizes, dtype, return_preact)
+    detail = describe(a.device, a, b, group_sizes, choice.gemm, gated=gate is not None)
     _paths.record("grouped_matmul", "none", choice.gemm, detail, choice.why)
+    return made
+
+
+def run(
+    choice: _paths.Choice,
+    a: Tensor,
+    b: Tensor,
+    epilogue: _gemm.Epilogue,
+    sizes: Sequence[int],
+    out_dtype: torch.dtype,
+    want_preact: bool = False,
+) -> list[Tensor]:
+    """The products of all groups, and if asked for what was there before activation and gate. Arguments are checked."""
+    if choice.gemm != "streamk":
+        return _by_library(choice, a, b, epilogue, sizes, out_dtype, want_preact)
+    if epilogue.gate is not None and want_preact:  # the kernel cannot store both products
+        wide, alone = accumulate_dtype(a.dtype), _gemm.Epilogue()
+        up, gated = (run(choice, a, w, alone, sizes, wide)[0] for w in (b, epilogue.gate))
+        both = [x if out_dtype == wide else x.to(out_dtype) for x in (up, gated)]
+        return [(_activation.forward(gated, epilogue.activation) * up).to(out_dtype), *both]
+    out = a.new_empty(a.shape[0], b.shape[2], dtype=out_dtype)
+    preact = torch.empty_like(out) if want_preact else None
+    _ops.streamk_gemm_grouped(
+        a,
+        b,
+        epilogue.bias,
+        out,
+        preact,
+        epilogue.activation,
+        sizes,
+        gate=epilogue.gate,
+        allow_tf32=_plans.may_use_tf32(a.dtype),
+        **_gemm.arguments(choice.plan),
+    )
     return [out] if preact is None else [out, preact]
+
+
+def library(device: torch.device) -> str:
+    """Whose product for each group is timed beside ours."""
+    return "cublas" if device.type == "cuda" else "blas"
 
 
 def choose(path: str, device: torch.device, dtype: torch.dtype) -> _paths.Choice:
     """Who makes a product for each group."""
-    choice = _paths.choose_gemm(_paths.parse(path, device.type, distributed=False), device.type, dtype)
-    return choice._replace(open=False)  # sizes of groups are new in every call: nothing to tune
+    return _paths.choose_gemm(_paths.parse(path, device.type, distributed=False), device.type, dtype)
 
 
 def choose_grouped(
-    path: str, device: torch.device, a: Tensor, b: Tensor, sizes: Sequence[int]
+    path: str, device: torch.device, a: Tensor, b: Tensor, sizes: Sequence[int], gate: Tensor | None = None
 ) -> _paths.Choice:
     """Who multiplies ``a`` and ``b`` on that device.
 
@@ -187,9 +236,16 @@ def choose_grouped(
     hopper = _plans.machine_of(device.type, device).architecture == "sm90"
     if not hopper or _paths.streamk_missing(device.type, a.dtype) is not None:
         return choice
-    if sum(size > 0 for size in sizes) < 2 or not (_has_rows(a) and (_has_rows(b) or _has_rows(b.mT))):
+    if sum(size > 0 for size in sizes) < 2 or not (_has_rows(a) and _are_loaded(b, gate)):
         return choice
-    return _paths.Choice("streamk", "one launch for all groups; path='cublas' takes a product for each")
+    why = "one launch for all groups; path='cublas' takes a product for each"
+    return _paths.Choice("streamk", why, open=True)
+
+
+def _are_loaded(b: Tensor, gate: Tensor | None) -> bool:
+    """Whether TMA can load the weights, and a gate in the same way."""
+    ways = ([b, gate], [b.mT, None if gate is None else gate.mT])
+    return any(all(x is None or _has_rows(x) for x in way) for way in ways)
 
 
 def _has_rows(x: Tensor) -> bool:
@@ -203,30 +259,36 @@ def _by_library(
     choice: _paths.Choice,
     a: Tensor,
     b: Tensor,
-    bias: Tensor | None,
+    epilogue: _gemm.Epilogue,
     sizes: Sequence[int],
-    activation: str,
-    out: Tensor,
-    preact: Tensor | None,
-) -> None:
+    out_dtype: torch.dtype,
+    want_preact: bool,
+) -> list[Tensor]:
     """A product for each group."""
-    straight = bias is None and activation == "none" and preact is None
+    kept = 0 if not want_preact else 1 if epilogue.gate is None else 2
+    made = [a.new_empty(a.shape[0], b.shape[2], dtype=out_dtype) for _ in range(1 + kept)]
     for group, rows in spans(sizes):
-        if straight:
-            _product_into(choice, a[rows], b[group], out[rows])
+        if epilogue.is_plain and not want_preact:
+            _product_into(choice, a[rows], b[group], made[0][rows])
             continue
-        epilogue = _gemm.Epilogue(bias=None if bias is None else bias[group], activation=activation)
-        made = _gemm.run(
-            choice, a[rows], b[group], epilogue, out_dtype=out.dtype, want_preact=preact is not None
+        gate, bias = (None if x is None else x[group] for x in (epilogue.gate, epilogue.bias))
+        one = _gemm.run(
+            choice,
+            a[rows],
+            b[group],
+            epilogue._replace(gate=gate, bias=bias),
+            out_dtype=out_dtype,
+            want_preact=want_preact,
         )
-        out[rows] = made.out
-        if preact is not None:
-            preact[rows] = made.kept[0]
+        for x, part in zip(made, [one.out, *one.kept], strict=True):
+            x[rows] = part
+    return made
 
 
 def _product_into(choice: _paths.Choice, left: Tensor, right: Tensor, out: Tensor) -> None:
     if choice.gemm == "streamk":
-        _ops.streamk_gemm(left[None], right[None], None, out[None], None, "none", False)
+        tf32 = _plans.may_use_tf32(left.dtype)
+        _ops.streamk_gemm(left[None], right[None], None, out[None], None, "none", False, allow_tf32=tf32)
     elif left.is_cuda and out.dtype == left.dtype:
         torch.mm(left, right, out=out)
     else:
@@ -236,6 +298,7 @@ def _product_into(choice: _paths.Choice, left: Tensor, right: Tensor, out: Tenso
 def _fake(
     a: Tensor,
     b: Tensor,
+    gate: Tensor | None,
     bias: Tensor | None,
     group_sizes: list[int],
     activation: str,
@@ -243,22 +306,25 @@ def _fake(
     return_preact: bool,
     path: str,
 ) -> list[Tensor]:
-    dtype = _validate(a, b, bias, group_sizes, activation, out_dtype)
-    return [a.new_empty(a.shape[0], b.shape[2], dtype=dtype) for _ in range(1 + return_preact)]
+    dtype = _validate(a, b, gate, bias, group_sizes, activation, out_dtype)
+    kept = 0 if not return_preact else 1 if gate is None else 2
+    return [a.new_empty(a.shape[0], b.shape[2], dtype=dtype) for _ in range(1 + kept)]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    a, b, bias, sizes, activation, _, return_preact, path = inputs
+    a, b, gate, bias, sizes, activation, _, return_preact, path = inputs
     ctx.set_materialize_grads(False)
     ctx.sizes, ctx.activation, ctx.path, ctx.has_bias = sizes, activation, path, bias is not None
-    (ctx.target,) = _main_grad.taken(1)
+    ctx.targets = _main_grad.taken(1 if gate is None else 2)
     keep_bias = bias if activation != "none" and not return_preact else None
-    ctx.save_for_backward(a, b, keep_bias, *output[1:])
+    ctx.save_for_backward(a, b, gate, keep_bias, *output[1:])
 
 
 def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
-    need_a, need_b, need_bias = ctx.needs_input_grad[:3]
-    a, b, bias, *kept = ctx.saved_tensors
+    need_a, need_b, _, need_bias = ctx.needs_input_grad[:4]
+    a, b, gate, bias, *kept = ctx.saved_tensors
+    if gate is not None:
+        return *_gated_grads(ctx, grads, a, b, gate, kept), *(None,) * 6
     grad = preact_grad(
         grads[0],
         grads[1] if kept else None,
@@ -271,15 +337,49 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
         if need_a:
             grad_a = product(grad, b.mT, None, ctx.sizes, ctx.path)
         if need_b:
-            grad_b = _weight_grad(a, grad, b, ctx.sizes, ctx.path, ctx.target)
+            grad_b = _weight_grad(a, grad, b, ctx.sizes, ctx.path, ctx.targets[0])
         if ctx.has_bias and need_bias:
             grad_bias = torch.stack([part.sum(0) for part in grad.split(ctx.sizes)]) if ctx.sizes else None
-    return grad_a, grad_b, grad_bias, None, None, None, None, None
+    return grad_a, grad_b, None, grad_bias, None, None, None, None, None
 
 
-def product(a: Tensor, b: Tensor, bias: Tensor | None, sizes: list[int], path: str) -> Tensor:
+def _gated_grads(
+    ctx: Any, grads: list[Tensor | None], a: Tensor, b: Tensor, gate: Tensor, kept: list[Tensor]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of a, b and gate of ``activation(a gate) * (a b)``."""
+    need_a, need_b, need_gate = ctx.needs_input_grad[:3]
+    d_up, d_gate = half_grads(
+        grads,
+        ctx.activation,
+        a.dtype,
+        lambda: kept or [product(a, w, None, ctx.sizes, ctx.path) for w in (b, gate)],
+        has_kept=bool(kept),
+    )
+    if d_up is None or d_gate is None:
+        return None, None, None
+    grad_a = grad_b = grad_gate = None
+    if need_a:  # two products, the sum rounded once
+        wide = accumulate_dtype(a.dtype)
+        halves = [(d_up, b), (d_gate, gate)]
+        first, second = (product(d, w.mT, None, ctx.sizes, ctx.path, wide) for d, w in halves)
+        grad_a = (first + second).to(a.dtype)
+    if need_b:
+        grad_b = _weight_grad(a, d_up, b, ctx.sizes, ctx.path, ctx.targets[0])
+    if need_gate:
+        grad_gate = _weight_grad(a, d_gate, gate, ctx.sizes, ctx.path, ctx.targets[1])
+    return grad_a, grad_b, grad_gate
+
+
+def product(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    sizes: list[int],
+    path: str,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
     """The grouped product as an op, for use in backward formulas."""
-    out: list[Tensor] = _ops.grouped_matmul(a, b, bias, sizes, "none", None, False, path)
+    out: list[Tensor] = _ops.grouped_matmul(a, b, None, bias, sizes, "none", out_dtype, False, path)
     return out[0]
 
 
@@ -319,7 +419,7 @@ def _validate_grad(a: Tensor, dy: Tensor, sizes: Sequence[int]) -> None:
 
 def _grad(a: Tensor, dy: Tensor, group_sizes: list[int], transposed: bool, path: str) -> Tensor:
     _validate_grad(a, dy, group_sizes)
-    choice = choose(path, a.device, a.dtype)
+    choice = choose(path, a.device, a.dtype)._replace(open=False)  # K is new in every call: nothing to tune
     left, right = (dy, a) if transposed else (a, dy)
     made = a.new_empty(len(group_sizes), left.shape[1], right.shape[1])
     for group, size in enumerate(group_sizes):
@@ -372,7 +472,7 @@ def _validate_accumulate(a: Tensor, dy: Tensor, acc: Tensor, sizes: Sequence[int
 def _accumulate(a: Tensor, dy: Tensor, acc: Tensor, group_sizes: list[int], path: str) -> None:
     _validate_accumulate(a, dy, acc, group_sizes)
     _checks.check_no_overlap("acc", acc, [("a", a), ("dy", dy)])
-    choice = choose(path, a.device, a.dtype)
+    choice = choose(path, a.device, a.dtype)._replace(open=False)
     for group, rows in spans(group_sizes):
         _gemm.accumulate(choice, a[rows].t(), dy[rows], acc[group])
     detail = f"{_gemm.describe(a.t(), dy)} in {len(group_sizes)} groups of K, a product for each"
@@ -399,6 +499,8 @@ def _streamk_fake(
     splits: int = 1,
     tile: str = "",
     multiprocessors: int = 0,
+    gate: Tensor | None = None,
+    allow_tf32: bool = False,
 ) -> None:
     """The kernel writes into ``out`` and ``preact`` and returns nothing."""
 

@@ -133,7 +133,13 @@ def _gated_grads(
 ) -> _Three:
     """Gradients of a, b and gate of ``activation(alpha a gate) * (alpha a b)``."""
     need_a, need_b, need_gate = ctx.needs_input_grad[:3]
-    d_up, d_gate = _half_grads(ctx, grads, a, b, gate, kept)
+    d_up, d_gate = half_grads(
+        grads,
+        ctx.activation,
+        a.dtype,
+        lambda: kept or [product(a, w, path=ctx.path, alpha=ctx.alpha) for w in (b, gate)],
+        has_kept=bool(kept),
+    )
     if d_up is None or d_gate is None:
         return None, None, None
     grad_a = None
@@ -147,24 +153,32 @@ def _gated_grads(
     return grad_a, grad_b, grad_gate
 
 
-def _half_grads(
-    ctx: Any, grads: list[Tensor | None], a: Tensor, b: Tensor, gate: Tensor, kept: list[Tensor]
+def half_grads(
+    grads: list[Tensor | None],
+    activation: str,
+    dtype: torch.dtype,
+    halves: Callable[[], list[Tensor]],
+    *,
+    has_kept: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients at ``alpha a b`` and ``alpha a gate`` in the operands' dtype, or None twice if there are none."""
-    extra_up, extra_gate = grads[1:3] if kept else (None, None)
+    """Gradients at the product and at that with the gate, in ``dtype``, or None twice if there are none.
+
+    halves: the two products, which were outputs, with gradients of their own, if ``has_kept``.
+    """
+    extra_up, extra_gate = grads[1:3] if has_kept else (None, None)
     if grads[0] is None and extra_up is None and extra_gate is None:
         return None, None
-    up, gated = kept or [product(a, w, path=ctx.path, alpha=ctx.alpha) for w in (b, gate)]
+    up, gated = halves()
     wide = accumulate_dtype(up.dtype)
     if grads[0] is None:
         d_up, d_gate = torch.zeros_like(up, dtype=wide), torch.zeros_like(gated, dtype=wide)
     else:
         grad, up, gated = grads[0].to(wide), up.to(wide), gated.to(wide)
-        d_up = grad * _activation.forward(gated, ctx.activation)
-        d_gate = _activation.backward(grad * up, gated, ctx.activation)
+        d_up = grad * _activation.forward(gated, activation)
+        d_gate = _activation.backward(grad * up, gated, activation)
     d_up = d_up if extra_up is None else d_up + extra_up
     d_gate = d_gate if extra_gate is None else d_gate + extra_gate
-    return d_up.to(a.dtype), d_gate.to(a.dtype)
+    return d_up.to(dtype), d_gate.to(dtype)
 
 
 def product(

@@ -54,6 +54,14 @@ WIDE_TILES = {
 
 _MOST_SWAPPED = 8  # kMostSwapped of csrc/kernels/sm90a/plan.hpp
 
+# Of the Hopper kernel for 8-bit operands, architectures "sm90-fp8", "sm90-fp8-fast" (sums are not promoted) and
+# "sm90-fp8-blocks" (scales change along K).
+SCALED_TILES = tuple(
+    f"{tile}/{cluster}" for tile in ("128x256x128", "128x128x128") for cluster in ("2x1", "1x2", "1x1")
+)
+_SCALED = "sm90-fp8"
+
+
 
 class Product(NamedTuple):
     """``batch`` products of [m, k] and [k, n].
@@ -161,13 +169,20 @@ def plan(
 def tile_name(one: dict[str, Any], machine: Machine) -> str:
     """Name of a plan's tile as the kernel takes it: "128x256x64/2x1" where there are clusters."""
     tile, cluster = ("x".join(map(str, one[key])) for key in ("tile", "cluster"))
-    return f"{tile}{'s' * one['swapped']}/{cluster}" if machine.architecture == "sm90" else tile
+    return f"{tile}{'s' * one['swapped']}/{cluster}" if is_hopper(machine) else tile
+
+
+def is_hopper(machine: Machine) -> bool:
+    """Whether plans are those of the Hopper kernel, whose tiles have clusters."""
+    return machine.architecture == "sm90" or machine.architecture.startswith(_SCALED)
 
 
 def tiles_of(product: Product, machine: Machine, serves_ranks: bool = False) -> list[str]:
     """Tiles that a product may get. The Hopper kernel halves the columns of a gated one, in multiples of 64; its
     swapped tiles are for one product, whose rows no other rank waits for (``serves_ranks``) or sends.
     """
+    if machine.architecture.startswith(_SCALED):
+        return list(SCALED_TILES)
     names = TILES[machine.architecture]
     if machine.architecture != "cpu":
         names = WIDE_TILES.get(product.dtype, names)

@@ -132,7 +132,8 @@ def explain(op: str, a: Any, b: Any, group: _groups.GroupLike = None, **options:
     choice = _paths.choose_gemm(request, device, operand.dtype)
     if op == "grouped_matmul":
         place, path = _place(operand, device), options.get("path", "auto")
-        choice = _grouped.choose_grouped(path, place, operand, weight, sizes_of_groups)
+        gate = None if options.get("gate") is None else tensor("gate", options["gate"])
+        choice = _grouped.choose_grouped(path, place, operand, weight, sizes_of_groups, gate)
     if members is not None and members.world > 1 and op != "matmul_replicated":
         transport = _groups.transport_of(members, torch.device(device), "a")
         if op in described.OPS:
@@ -156,13 +157,21 @@ def explain(op: str, a: Any, b: Any, group: _groups.GroupLike = None, **options:
             choice = _paths.beside(choice, beside, request.open)
             if op == "matmul_all_reduce":
                 wire = small.wire_bytes(way, out.numel() * out.element_size(), members.world)
-    if op == "matmul" and choice.open and mode.active() and (device == "cpu" or torch.cuda.is_available()):
-        choice = _tuned(choice, operand, weight, out.dtype, _place(operand, device), options)
+    if op in _LOCAL and choice.open and mode.active() and (device == "cpu" or torch.cuda.is_available()):
+        sizes_or_none = sizes_of_groups if op == "grouped_matmul" else None
+        choice = _tuned(choice, operand, weight, out.dtype, _place(operand, device), options, sizes_or_none)
     name = prefix + choice.gemm
     sizes = _gemm.describe(whole, weight, gated=options.get("gate") is not None)
     sizes += f"; {way}" if way is not None else ""
     if op == "grouped_matmul":
-        sizes = _grouped.describe(_place(operand, device), operand, weight, sizes_of_groups, choice.gemm)
+        sizes = _grouped.describe(
+            _place(operand, device),
+            operand,
+            weight,
+            sizes_of_groups,
+            choice.gemm,
+            gated=options.get("gate") is not None,
+        )
     if operand.dtype not in _paths.STREAMK_DTYPES.get(device, ()):
         return Explanation(op, name, sizes, choice.why, wire, transfers=transfers)
     product = _product(whole, weight, _follows(op, operand, weight, options))
@@ -259,9 +268,10 @@ def _tuned(
     out_dtype: torch.dtype,
     device: torch.device,
     options: dict[str, Any],
+    sizes: tuple[int, ...] | None,
 ) -> _paths.Choice:
-    """What tuning has chosen for a ``matmul``, if it has."""
-    from tpkernels.tune import local
+    """What tuning has chosen for a ``matmul``, or a ``grouped_matmul`` with ``sizes``, if it has."""
+    from tpkernels.tune import grouped, local
 
     gate, bias, residual, into = (
         None if options.get(name) is None else tensor(name, options[name])
@@ -272,6 +282,9 @@ def _tuned(
     kept = into is None and api.keeps_preact(
         activation, options.get("save_preact", True), a, b, gate, bias, gated=gate is not None
     )
+    if sizes is not None:
+        call = grouped.GroupedCall(a, b, follows, sizes, out_dtype, kept)
+        return local.foreseen(choice, call, device)
     return local.foreseen(choice, local.Call(a, b, follows, out_dtype, kept, into), device)
 
 
@@ -287,9 +300,7 @@ def _follows(op: str, operand: Tensor, weight: Tensor, options: dict[str, Any]) 
     if op in ("matmul_reduce_scatter", "matmul_all_reduce"):  # all follows the sum over the ranks
         return False, False
     activation = options.get("activation") or "none"
-    if op == "grouped_matmul":
-        return False, options.get("bias") is not None or activation != "none"
-    if op != "matmul":
+    if op not in _LOCAL:
         biases = options.get("biases")
         first = biases[0] if isinstance(biases, (list, tuple)) else biases
         return False, first is not None or activation != "none"

@@ -113,15 +113,16 @@ def grouped_matmul(
     bias: Array | None = None,
     activation: str | None = None,
     *,
+    gate: Array | None = None,
     rounding: str | None = None,
 ) -> Array:
     """:func:`matmul` of every group of rows: a [rows, K] in groups of group_sizes rows, b [groups, K, N] -> [rows, N].
 
-    bias: [groups, N].
+    bias: [groups, N]. gate: shape of b, no bias.
     """
     xp = get_array_module(a)
     outs = [
-        matmul(rows, b[g], None if bias is None else bias[g], activation, rounding=rounding)
+        matmul(rows, b[g], _of(bias, g), activation, gate=_of(gate, g), rounding=rounding)
         for g, rows in enumerate(_groups(a, group_sizes))
     ]
     return xp.concatenate([*outs, xp.zeros((0, b.shape[2]))])
@@ -134,11 +135,14 @@ def grouped_matmul_backward(
     group_sizes: Sequence[int],
     bias: Array | None = None,
     activation: str | None = None,
+    *,
+    gate: Array | None = None,
 ) -> ProductGrads:
-    """Gradients of :func:`grouped_matmul` for dy [rows, N]: zero for the b[g] and bias[g] of a group without rows."""
+    """Gradients of :func:`grouped_matmul` for dy [rows, N]: zero for the b[g], gate[g] and bias[g] of a group without
+    rows."""
     xp = get_array_module(a)
     grads = [
-        matmul_backward(dy_g, rows, b[g], None if bias is None else bias[g], activation)
+        matmul_backward(dy_g, rows, b[g], _of(bias, g), activation, gate=_of(gate, g))
         for g, (dy_g, rows) in enumerate(zip(_groups(dy, group_sizes), _groups(a, group_sizes), strict=True))
     ]
     return ProductGrads(
@@ -146,7 +150,12 @@ def grouped_matmul_backward(
         b=xp.stack([g.b for g in grads]) if grads else xp.zeros(b.shape),
         bias=None if bias is None else xp.stack([g.bias for g in grads]) if grads else xp.zeros(bias.shape),
         residual=None,
+        gate=None if gate is None else xp.stack([g.gate for g in grads]) if grads else xp.zeros(gate.shape),
     )
+
+
+def _of(stack: Array | None, g: int) -> Array | None:
+    return None if stack is None else stack[g]
 
 
 def _groups(x: Array, sizes: Sequence[int]) -> list[Array]:

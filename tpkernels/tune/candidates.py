@@ -56,7 +56,7 @@ def exists(plan: PlanArguments, product: _plans.Product, machine: _plans.Machine
 
 def schedules_of(machine: _plans.Machine) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """Schedules of a kernel, and how often each may cut a tile."""
-    return _SCHEDULES.get(machine.architecture, _SCHEDULES[""])
+    return _SCHEDULES["sm90" if _plans.is_hopper(machine) else ""]
 
 
 def _others(product: _plans.Product, machine: _plans.Machine, chosen: dict[str, Any]) -> list[Candidate]:

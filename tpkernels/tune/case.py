@@ -37,32 +37,53 @@ class Case(NamedTuple):
     @property
     def key(self) -> str:
         """The name in the cache."""
-        tf32 = not self.workers and _plans.may_use_tf32(self.dtype)  # other kernels, of the library too
-        dtypes = f"{'tf32' if tf32 else _short(self.dtype)}>{_short(self.out_dtype)}"
         size = "x".join(map(str, self.size))
-        threads = f" threads={self.workers}" if self.workers else ""
-        return f"matmul {size} {dtypes} {self.a}{self.b} {self.epilogue or 'plain'}{threads}"
+        lies = self.a + self.b
+        return key_of(f"matmul {size}", self.dtype, self.out_dtype, lies, self.epilogue, self.workers)
+
+    @property
+    def is_empty(self) -> bool:
+        return 0 in self.size
 
     def machine(self, device: torch.device) -> _plans.Machine:
         """The kernel that takes it on a device."""
-        found = _plans.machine_of(device.type, device, self._dtype_name)
-        loads = not set("!x") & set(f"{self.a}{self.b}{'!' if 'gate!' in self.epilogue else ''}")
-        return (
-            found if loads or found.architecture != "sm90" else found._replace(architecture="sm90-portable")
-        )
+        return machine_of(device, dtype_name(self.dtype, self.workers), self.a + self.b, self.epilogue)
 
     @property
     def product(self) -> _plans.Product:
         """As plans are asked for."""
-        follows = {name.rstrip("!") for name in self.epilogue.split("+")} - {"", "alpha"}
-        whole = "gate" in follows and "preact" not in follows  # in one call
-        sums = {"into"} if self.out_dtype == torch.float32 else set()  # made where they are stored
         outer = self.a[0] == "o" and self.b[0] == "o"
-        return _plans.Product(*self.size, whole, bool(follows - sums), outer, dtype=self._dtype_name)
+        name = dtype_name(self.dtype, self.workers)
+        return _plans.Product(*self.size, *follows(self.epilogue, self.out_dtype), outer, dtype=name)
 
-    @property
-    def _dtype_name(self) -> str:
-        return str(self.dtype).removeprefix("torch.") if self.workers else _plans.dtype_name(self.dtype)
+
+def key_of(
+    product: str, dtype: torch.dtype, out_dtype: torch.dtype, lies: str, epilogue: str, workers: int
+) -> str:
+    """``product``: what it is and its size. ``lies``: both operands'."""
+    tf32 = not workers and _plans.may_use_tf32(dtype)  # other kernels, of the library too
+    dtypes = f"{'tf32' if tf32 else _short(dtype)}>{_short(out_dtype)}"
+    threads = f" threads={workers}" if workers else ""
+    return f"{product} {dtypes} {lies} {epilogue or 'plain'}{threads}"
+
+
+def machine_of(device: torch.device, dtype: str, lies: str, epilogue: str) -> _plans.Machine:
+    """The kernel that takes operands of such a dtype, which lie so, on a device."""
+    found = _plans.machine_of(device.type, device, dtype)
+    loads = not set("!x") & set(lies) and "gate!" not in epilogue
+    return found if loads or found.architecture != "sm90" else found._replace(architecture="sm90-portable")
+
+
+def follows(epilogue: str, out_dtype: torch.dtype) -> tuple[bool, bool]:
+    """Whether a product is gated in one call, and whether more than rounding follows it."""
+    names = {name.rstrip("!") for name in epilogue.split("+")} - {"", "alpha"}
+    sums = {"into"} if out_dtype == torch.float32 else set()  # made where they are stored
+    return "gate" in names and "preact" not in names, bool(names - sums)
+
+
+def dtype_name(dtype: torch.dtype, workers: int) -> str:
+    """What plans call it; on the CPU (``workers`` above 0) there is no TF32."""
+    return _short(dtype) if workers else _plans.dtype_name(dtype)
 
 
 def of(
@@ -77,12 +98,12 @@ def of(
 ) -> Case:
     """The case of a call. ``into``: the product is added to a tensor. ``device``: that tensors on "meta" stand for."""
     on_cpu = (device or a.device.type) == "cpu"
-    lies_b = _lies(b, -2, -1, on_cpu)
-    alike = e.gate is None or _lies(e.gate, -2, -1, on_cpu) == lies_b
+    lies_b = lies(b, -2, -1, on_cpu)
+    alike = e.gate is None or lies(e.gate, -2, -1, on_cpu) == lies_b
     *batch, m, n = _gemm.output_shape(a, b)
     if b.dim() == 2:
         batch, m = [], math.prod([*batch, m])
-    follows = {
+    names = {
         "gate" if alike else "gate!": e.gate is not None,
         "bias": e.bias is not None,
         "residual": e.residual is not None,
@@ -95,9 +116,9 @@ def of(
         (math.prod(batch), m, n, a.shape[-1]),
         a.dtype,
         out_dtype,
-        _lies(a, -1, -2, on_cpu),
+        lies(a, -1, -2, on_cpu),
         lies_b,
-        "+".join(name for name, there in follows.items() if there),
+        "+".join(name for name, there in names.items() if there),
         threads() if on_cpu else 0,
     )
 
@@ -109,7 +130,9 @@ def threads() -> int:
     return int(numbers[5])
 
 
-def _lies(x: Tensor, k: int, other: int, on_cpu: bool) -> str:
+def lies(x: Tensor, k: int, other: int, on_cpu: bool) -> str:
+    """Which of the dimensions ``k`` and ``other`` is contiguous: as ``a`` and ``b`` of :class:`Case`."""
+
     def along(dim: int, rest: int) -> bool:
         return x.shape[dim] <= 1 or (x.stride(dim) == 1 and (x.shape[rest] <= 1 or x.stride(rest) != 1))
 

@@ -6,30 +6,18 @@ import argparse
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
-from torch import Tensor
 
 from tpkernels import _extensions
 from tpkernels.errors import ArgumentError, TpkError
-from tpkernels.ops import _checks, _gemm, _paths
 from tpkernels.ops.explain import explain
-from tpkernels.tune import calibrate, local, models, shapes, show, store
-from tpkernels.tune.local import Call
+from tpkernels.tune import asked, calibrate, local, models, shapes, show, store
 from tpkernels.tune.shapes import Shape
 from tpkernels.tune.store import Entry
 
 EXIT_USAGE = 2
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _checks.DTYPES} | {
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp32": torch.float32,
-    "fp64": torch.float64,
-}
-# Which dimension of a and of b lies contiguous, in y = x w^T, dx = dy w and dw = dy^T x of a linear layer.
-LAYOUTS = {"forward": ("k", "k"), "dgrad": ("k", "o"), "wgrad": ("o", "o")}
-EPILOGUES = ("bias", "activation", "residual", "gate", "into")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -73,7 +61,8 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--model", help=f"products of a model's layers: {', '.join(models.MODELS)}")
     one.add_argument("--tp", type=int, default=1, help="ranks that share the model's weights (1)")
     one.add_argument("--rows", help=f"M of the model's products ({shapes.ROWS})")
-    _product_options(one)
+    _device_option(one)
+    asked.add_options(one)
     one.add_argument("--again", action="store_true", help="time what is known already, too")
     one.add_argument("--plain", action="store_true", help="no progress bar")
     one.set_defaults(run=_tune)
@@ -94,7 +83,8 @@ def _parser() -> argparse.ArgumentParser:
     one = command("explain", "tell what a product would run, and why")
     one.add_argument("shapes", nargs="+", metavar="SHAPE", help=shapes.GRAMMAR)
     one.add_argument("--path", default="auto", help="as in tpkernels.matmul (auto)")
-    _product_options(one)
+    _device_option(one)
+    asked.add_options(one)
     one.set_defaults(run=_explain)
 
     one = command("status", "tell which parts of the package are loaded, and why others are not")
@@ -104,21 +94,6 @@ def _parser() -> argparse.ArgumentParser:
 
 def _device_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", help="cpu, cuda or cuda:1 (a GPU if there is one)")
-
-
-def _product_options(parser: argparse.ArgumentParser) -> None:
-    _device_option(parser)
-    parser.add_argument(
-        "--dtype", help="of the operands: bf16, fp16, fp32, fp64 (bf16 on a GPU, fp32 on the CPU)"
-    )
-    parser.add_argument(
-        "--layout", default="forward", help=f"products of a linear layer: {', '.join(LAYOUTS)} (forward)"
-    )
-    parser.add_argument(
-        "--epilogue",
-        default="",
-        help=f"what follows the product, joined by +: {', '.join(EPILOGUES)} (an fp32 tensor that it is added to)",
-    )
 
 
 def _device(given: argparse.Namespace) -> torch.device:
@@ -138,65 +113,24 @@ def _device(given: argparse.Namespace) -> torch.device:
     return device
 
 
-def _dtype(given: argparse.Namespace, device: torch.device) -> torch.dtype:
-    name = given.dtype or ("bf16" if device.type == "cuda" else "fp32")
-    dtype = DTYPES.get(name)
-    if dtype is None:
-        raise ArgumentError(f"--dtype: expected one of {', '.join(DTYPES)}, got {name!r}.")
-    return dtype
-
-
-def _call(shape: Shape, given: argparse.Namespace, dtype: torch.dtype, device: torch.device) -> Call:
-    """Operands of a shape, random; on the meta device without values."""
-    if given.layout not in LAYOUTS:
-        raise ArgumentError(f"--layout: expected one of {', '.join(LAYOUTS)}, got {given.layout!r}.")
-    follows = set(filter(None, given.epilogue.split("+")))
-    if not follows <= set(EPILOGUES):
-        raise ArgumentError(
-            f"--epilogue: expected names of {', '.join(EPILOGUES)} joined by +, got {given.epilogue!r}."
-        )
-    if ("into" in follows and len(follows) > 1) or {"gate", "bias"} <= follows:
-        raise ArgumentError(
-            f"--epilogue: into goes with nothing else, and gate not with bias; got {given.epilogue!r}."
-        )
-    m, n, k = shape[:3]
-
-    def matrix(rows: int, cols: int, by_columns: bool = False) -> Tensor:
-        size = (cols, rows) if by_columns else (rows, cols)
-        made = torch.empty(size, dtype=dtype, device=device)
-        if device.type != "meta":
-            made.normal_()
-        return made.t() if by_columns else made
-
-    a_lies, b_lies = LAYOUTS[given.layout]
-    weight = [matrix(k, n, by_columns=b_lies == "k") for _ in range(1 + ("gate" in follows))]
-    epilogue = _gemm.Epilogue(
-        gate=weight[1] if "gate" in follows else None,
-        bias=matrix(1, n)[0] if "bias" in follows else None,
-        residual=matrix(m, n) if "residual" in follows else None,
-        activation="silu" if "activation" in follows else "none",
-    )
-    into = torch.zeros(m, n, dtype=torch.float32, device=device) if "into" in follows else None
-    out_dtype = dtype if into is None else into.dtype
-    return Call(matrix(m, k, by_columns=a_lies == "o"), weight[0], epilogue, out_dtype, into=into)
-
-
 def _tune(given: argparse.Namespace) -> None:
     device = _device(given)
-    dtype = _dtype(given, device)
-    asked = shapes.of(given.shapes, given.model, given.tp, given.rows)
-    choice = _paths.choose_gemm(_paths.Request(None, None), device.type, dtype)
+    dtype = asked.dtype_of(given, device)
+    todo = shapes.of(given.shapes, given.model, given.tp, given.rows)
+    for shape in todo:  # options first
+        asked.call_of(shape, given, dtype, torch.device("meta"))
+    choice = asked.default_of(given, dtype, device)
     if not choice.open:
-        raise ArgumentError(f"--dtype: there is nothing to choose: {choice.why}.")
-    _call(asked[0]._replace(m=1, n=1, k=1), given, dtype, torch.device("meta"))  # options first
+        option = "--dtype" if given.fp8 is None else "--fp8"
+        raise ArgumentError(f"{option}: there is nothing to choose: {choice.why}.")
     cache = local.store_of(device)
-    print(f"{len(asked)} products of {str(dtype).removeprefix('torch.')} on {cache.stamp['device']}")
+    print(f"{len(todo)} products of {_kind(given, dtype)} on {cache.stamp['device']}")
     rows = []
-    with show.Progress("tuning", len(asked), bar=not given.plain) as progress:
-        for shape in asked:
+    with show.Progress("tuning", len(todo), bar=not given.plain) as progress:
+        for shape in todo:
             progress.at(str(shape))
             try:
-                call = _call(shape, given, dtype, device)
+                call = asked.call_of(shape, given, dtype, device)
                 before = local.counts.timed
                 entry = local.entry_of(call, choice.gemm, again=given.again)
             except torch.OutOfMemoryError:
@@ -221,6 +155,13 @@ def _tune(given: argparse.Namespace) -> None:
         if cache.path
         else "there is no folder to keep it in"
     )
+
+
+def _kind(given: argparse.Namespace, dtype: torch.dtype) -> str:
+    name = str(dtype).removeprefix("torch.")
+    if given.fp8 is not None:
+        return f"FP8, {given.fp8}, to {name}"
+    return name if given.groups is None else f"{name} in {given.groups} groups"
 
 
 def _row(shape: Shape, e: Entry) -> list[str]:
@@ -294,17 +235,9 @@ def _cache(given: argparse.Namespace) -> None:
 
 def _explain(given: argparse.Namespace) -> None:
     device = _device(given)
-    dtype = _dtype(given, device)
+    dtype = asked.dtype_of(given, device)
     for shape in shapes.of(given.shapes, None, 1, None):
-        call = _call(shape, given, dtype, torch.device("meta"))
-        a, b = (x.to("meta") if device.type == "cuda" else x for x in (call.a, call.b))
-        e = call.epilogue
-        options: dict[str, Any] = {
-            "gate": e.gate,
-            "bias": e.bias,
-            "residual": e.residual,
-            "accumulate_into": call.into,
-            "activation": None if e.activation == "none" else e.activation,
-        }
-        options = {name: x for name, x in options.items() if x is not None}
-        print(explain("matmul", a, b, path=given.path, **options))
+        op, arguments, options = asked.as_called(
+            asked.call_of(shape, given, dtype, torch.device("meta")), given
+        )
+        print(explain(op, *arguments, path=given.path, **options))

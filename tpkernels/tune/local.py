@@ -1,4 +1,4 @@
-"""The local product: what was tuned, and tuning it.
+"""Local products, plain, grouped and of FP8: what was tuned, and tuning it.
 
 Each product is timed by one process of the machine; others that come to it wait for that one, and all take the same.
 Nobody waits for a GPU while it holds the lock of a product: what was enqueued before is waited for first, since it may
@@ -12,21 +12,20 @@ import math
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from tpkernels.comm import runtime
-from tpkernels.ops import _gemm, _plans
+from tpkernels.ops import _plans
 from tpkernels.ops._paths import Choice, PlanArguments
 from tpkernels.tune import candidates, constants, machine, mode, timer
-from tpkernels.tune import case as cases
+from tpkernels.tune.calls import AnyCall, AnyCase, Call, Operands, Run
 from tpkernels.tune.candidates import Candidate
-from tpkernels.tune.case import Case
 from tpkernels.tune.store import Entry, Store
+
+__all__ = ["Call", "decide", "entry_of", "foreseen", "forget", "plan_of", "store_of", "time_all", "tuned"]
 
 WAIT_S = 60.0  # for another process that times the same product
 MOST = 4096  # products that a process tunes: sequences of any length would go on for ever
@@ -52,53 +51,23 @@ _unread: dict[tuple[object, ...], Choice] = {}  # mode "read": not in the cache,
 _lock = threading.RLock()  # backward passes run on other threads
 
 
-class Call(NamedTuple):
-    """A product that can be run. ``into``: the tensor that it is added to, which timing leaves alone."""
+def tuned(choice: Choice, call: AnyCall, library: str = "") -> Choice:
+    """What to take for a product on path "auto".
 
-    a: Tensor
-    b: Tensor
-    epilogue: _gemm.Epilogue
-    out_dtype: torch.dtype
-    want_preact: bool = False
-    into: Tensor | None = None
-
-    def case(self, device: str = "") -> Case:
-        """``device``: that tensors on "meta" stand for."""
-        return cases.of(
-            self.a,
-            self.b,
-            self.epilogue,
-            self.out_dtype,
-            want_preact=self.want_preact,
-            into=self.into is not None,
-            device=device,
-        )
-
-
-def tuned(
-    choice: Choice,
-    a: Tensor,
-    b: Tensor,
-    epilogue: _gemm.Epilogue,
-    *,
-    out_dtype: torch.dtype,
-    want_preact: bool = False,
-    into: Tensor | None = None,
-) -> Choice:
-    """What to take for a product on path "auto". ``choice`` is what is taken without tuning."""
-    call = Call(a, b, epilogue, out_dtype, want_preact, into)
-    name = _name(call)
+    choice: what is taken without tuning. library: what is timed beside our plans, if that is ours already.
+    """
+    name = call.name()
     found = _chosen.get(name)
     if found is None:
         with _lock:
-            found = _chosen.get(name) or _settle(choice, call, name)
+            found = _chosen.get(name) or _settle(choice, call, name, library or choice.gemm)
     return choice._replace(gemm=found.gemm, plan=found.plan, why=found.why)
 
 
-def foreseen(choice: Choice, call: Call, device: torch.device) -> Choice:
+def foreseen(choice: Choice, call: AnyCall, device: torch.device) -> Choice:
     """What :func:`tuned` would say, as far as it is known. Nothing is timed; tensors may be on the meta device."""
     case = call.case(device.type)
-    if 0 in case.size:
+    if case.is_empty:
         return choice
     with _lock:
         entry = _entry(store_of(device), case, case.machine(device))
@@ -129,11 +98,11 @@ def plan_of(entry: Entry) -> PlanArguments:
     return PlanArguments(entry.schedule, entry.splits, entry.tile)
 
 
-def _settle(choice: Choice, call: Call, name: tuple[object, ...]) -> Choice:
+def _settle(choice: Choice, call: AnyCall, name: tuple[object, ...], library: str) -> Choice:
     if not mode.times() and name in _unread:
         return _unread[name]
-    case, device = call.case(), call.a.device
-    if 0 in case.size:
+    case, device = call.case(), call.device
+    if case.is_empty:
         return choice  # nothing to time
     store, on = store_of(device), case.machine(device)
     entry = _entry(store, case, on)
@@ -148,7 +117,7 @@ def _settle(choice: Choice, call: Call, name: tuple[object, ...]) -> Choice:
     if len(_chosen) >= MOST:
         return choice._replace(why=f"{choice.why}; {MOST} products are tuned, and no more")
     try:
-        entry = entry_of(call, choice.gemm)
+        entry = entry_of(call, library)
     except torch.OutOfMemoryError:
         warnings.warn(
             f"tpkernels: no memory to time {case.key}; it is not tuned.", RuntimeWarning, stacklevel=2
@@ -164,7 +133,7 @@ def _settle(choice: Choice, call: Call, name: tuple[object, ...]) -> Choice:
 
 
 def entry_of(
-    call: Call, library: str, *, again: bool = False, finished: Finished | None = None
+    call: AnyCall, library: str, *, again: bool = False, finished: Finished | None = None
 ) -> Entry | None:
     """What the cache has of a product, timed now if nobody has; None where another process kept it for too long.
 
@@ -173,7 +142,7 @@ def entry_of(
     Raises:
         torch.OutOfMemoryError: there is no room for copies of the operands.
     """
-    case, device = call.case(), call.a.device
+    case, device = call.case(), call.device
     store, on = store_of(device), case.machine(device)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -190,15 +159,13 @@ def entry_of(
     return entry
 
 
-def time_all(call: Call, library: str, finished: Finished | None = None) -> list[tuple[Candidate, float]]:
+def time_all(call: AnyCall, library: str, finished: Finished | None = None) -> list[tuple[Candidate, float]]:
     """Every candidate and its time in microseconds: the library, what the cost model takes, then others."""
-    case, device = call.case(), call.a.device
+    case, device = call.case(), call.device
     tried = candidates.candidates(case.product, case.machine(device), library)
-    e = call.epilogue
     with torch.no_grad():
-        sets = timer.copies_of([call.a, call.b, e.gate, e.bias, e.residual], device)
-        into = None if call.into is None else timer.copy_alike(call.into)
-        measures = [timer.measure(_runner(call, c, sets, into), len(sets), device) for c in tried]
+        sets, run = timer.copies_of(call.operands(), device), call.runner()
+        measures = [timer.measure(_step(run, c, sets), len(sets), device) for c in tried]
         times = timer.race(measures, keep=(0, 1))
     for candidate, us in zip(tried, times, strict=True):
         if finished is not None:
@@ -225,23 +192,12 @@ def decide(timed: list[tuple[Candidate, float]]) -> Entry:
     )
 
 
-def _runner(
-    call: Call, candidate: Candidate, sets: list[list[Tensor | None]], into: Tensor | None
-) -> Callable[[int], object]:
+def _step(run: Run, candidate: Candidate, sets: Sequence[Operands]) -> Callable[[int], object]:
     choice = Choice(candidate.gemm, "", plan=candidate.plan)
-
-    def run(i: int) -> object:
-        a, b, gate, bias, residual = sets[i]
-        assert a is not None and b is not None
-        if into is not None:
-            return _gemm.accumulate(choice, a, b, into)
-        e = call.epilogue._replace(gate=gate, bias=bias, residual=residual)
-        return _gemm.run(choice, a, b, e, out_dtype=call.out_dtype, want_preact=call.want_preact)
-
-    return run
+    return lambda i: run(choice, sets[i])
 
 
-def _entry(store: Store, case: Case, on: _plans.Machine) -> Entry | None:
+def _entry(store: Store, case: AnyCase, on: _plans.Machine) -> Entry | None:
     """What the cache has, if the kernel knows such a plan."""
     entry = store.get(case.key)
     if entry is None or entry.gemm != "streamk" or candidates.exists(plan_of(entry), case.product, on):
@@ -260,17 +216,3 @@ def _told(entry: Entry) -> str:
         return f"tuned: {entry.gemm} {entry.us:.1f} us, the cost model's plan {entry.model_us:.1f}"
     also = ", the cost model's plan too" if entry.what == entry.model else ""
     return f"tuned: {entry.what} {entry.us:.1f} us{also}, the library {entry.library_us:.1f}"
-
-
-def _name(call: Call) -> tuple[object, ...]:
-    """All that the case is made from, cheaper than the case."""
-    a, b, e, into = call.a, call.b, call.epilogue, call.into
-    facts: list[object] = [a.device, a.dtype, call.out_dtype, a.shape, a.stride(), b.shape, b.stride()]
-    facts += [e.bias is None, e.residual is None, e.alpha == 1.0, e.activation == "none"]
-    facts += [call.want_preact, into is None, None if e.gate is None else e.gate.stride()]
-    facts.append(_plans.may_use_tf32(a.dtype))  # a switch of the process: other kernels, with other tiles
-    if a.is_cuda:
-        facts += [x.data_ptr() % 16 for x in (a, b, e.gate) if x is not None]
-    else:
-        facts.append(torch.get_num_threads())
-    return tuple(facts)

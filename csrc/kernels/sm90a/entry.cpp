@@ -44,8 +44,8 @@ Operands read_operands(const GemmCall& c) {
   const Problem& p = c.problem;
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max() - 1024;  // coordinates are 32-bit
   if (p.k == 0) throw Refusal{"K is 0, which leaves nothing to load."};
-  if (c.groups != nullptr && (c.hooks != nullptr || c.num_more > 0 || c.gate.data != nullptr))
-    throw Refusal{"a grouped product has no hooks, no further pairs of factors and no gate."};
+  if (c.groups != nullptr && (c.hooks != nullptr || c.num_more > 0))
+    throw Refusal{"a grouped product has no hooks and no further pairs of factors."};
   if (p.m > kMost || p.n > kMost || whole_problem(c).k > kMost || p.batch > kMost ||
       (c.groups != nullptr && c.groups->matrices > kMost)) {
     throw Refusal{"M, N, K and batch must stay below 2^31 - 1024."};

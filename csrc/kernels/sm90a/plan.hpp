@@ -162,7 +162,8 @@ class TilePlans {
 
   // Groups are taken one after the other, and each reads all of B; those of a grouped product, a matrix each.
   double reread_bytes(ScheduleKind kind) const {
-    if (demands_.matrices > 1) return static_cast<double>(demands_.matrices - 1) * bytes_of_b();
+    if (demands_.matrices > 1)
+      return static_cast<double>(demands_.matrices * (demands_.gated ? 2 : 1) - 1) * bytes_of_b();
     if (!waits() || fits_l2(p_, hopper_cost.get(), element_bytes(tile_))) return 0;
     const int64_t groups = kind == ScheduleKind::kEveryShard ? grouped_.order.num_bands
                            : kind == ScheduleKind::kOwnFirst ? 2
