@@ -64,7 +64,11 @@ inline OneTileMemory one_tile_memory(TileId tile, ClusterShape cluster, int64_t 
   return m;
 }
 
-// CTAs of so much shared memory that a multiprocessor holds: registers allow two.
-inline int one_tile_sharers(const OneTileMemory& m) { return m.total() <= kSharedOfTwo ? 2 : 1; }
+// CTAs of so much shared memory that a multiprocessor holds. Its registers hold four of 64 columns (160
+// threads) or two of 128 (288): one_tile.cuh takes at most 96 a thread.
+inline int one_tile_sharers(TileId tile, const OneTileMemory& m) {
+  constexpr int kSharedOfAll = 2 * (kSharedOfTwo + 1024);  // each CTA takes 1 KiB more
+  return std::min(tile_shape(tile).bn > 64 ? 2 : 4, kSharedOfAll / (m.total() + 1024));
+}
 
 }  // namespace tpk::sm90a
