@@ -17,7 +17,8 @@ STABLE_TORCH_LIBRARY(tpkernels, m) {
   // transposed: stored [groups, N, K]. grouped_matmul returns as matmul does.
   m.def(
       "grouped_matmul(Tensor a, Tensor b, Tensor? bias, SymInt[] group_sizes, str activation, "
-      "ScalarType? out_dtype, bool return_preact, str path) -> Tensor[]");
+      "ScalarType? out_dtype, bool return_preact, str path, Tensor[] main_grads, int[] main_grad_of, "
+      "bool[] stand_ins) -> Tensor[]");
   m.def(
       "grouped_weight_grad(Tensor a, Tensor dy, SymInt[] group_sizes, bool transposed, str path) -> Tensor");
   m.def(
@@ -25,20 +26,27 @@ STABLE_TORCH_LIBRARY(tpkernels, m) {
       "str path) -> ()");
 
   // Products fused with a collective over the process group named group_name. biases[i] belongs to
-  // bs[bias_of[i]] (autograd cannot differentiate Tensor?[]).
+  // bs[bias_of[i]] (autograd cannot differentiate Tensor?[]). main_grads[i], stored as the parameter is whose
+  // .mT is bs[main_grad_of[i]]: the backward pass adds the gradient of that weight to it, and the weight gets
+  // none, or zeros where stand_ins[i]. The op itself does not touch it, so it is not an argument that is
+  // written to (tpkernels/ops/_main_grad.py).
   m.def(
       "all_gather_matmul(Tensor a_shard, Tensor[] bs, Tensor[] biases, int[] bias_of, str activation, "
       "int gather_dim, SymInt[]? shard_sizes, str group_name, ScalarType? out_dtype, bool return_preact, "
-      "bool return_gathered, bool save_gathered, str path) -> Tensor[]");
+      "bool return_gathered, bool save_gathered, str path, Tensor[] main_grads, int[] main_grad_of, "
+      "bool[] stand_ins) -> Tensor[]");
   m.def(
       "matmul_replicated(Tensor a, Tensor[] bs, Tensor[] biases, int[] bias_of, str activation, "
-      "str group_name, ScalarType? out_dtype, bool return_preact, str path) -> Tensor[]");
+      "str group_name, ScalarType? out_dtype, bool return_preact, str path, Tensor[] main_grads, "
+      "int[] main_grad_of, bool[] stand_ins) -> Tensor[]");
   m.def(
       "matmul_reduce_scatter(Tensor[] a, Tensor[] b, Tensor? bias, Tensor? residual, int scatter_dim, "
-      "SymInt[]? shard_sizes, str group_name, ScalarType? out_dtype, str path) -> Tensor");
+      "SymInt[]? shard_sizes, str group_name, ScalarType? out_dtype, str path, Tensor[] main_grads, "
+      "int[] main_grad_of, bool[] stand_ins) -> Tensor");
   m.def(
       "matmul_all_reduce(Tensor[] a, Tensor[] b, Tensor? bias, Tensor? residual, str group_name, "
-      "ScalarType? out_dtype, str path) -> Tensor");
+      "ScalarType? out_dtype, str path, Tensor[] main_grads, int[] main_grad_of, bool[] stand_ins) -> "
+      "Tensor");
 
   // Products of FP8 operands with the float32 scales that they were divided by (tpkernels/fp8/_quantize.py),
   // and the three with a collective: what is gathered travels in FP8, sums travel in out_dtype. a [..., K], b
@@ -70,6 +78,11 @@ STABLE_TORCH_LIBRARY(tpkernels, m) {
   m.def(
       "matmul_reduce_scatter_grads(Tensor dy, Tensor[] a, Tensor[] b, bool[] need_a, bool[] need_b, "
       "bool need_bias, int scatter_dim, SymInt[]? shard_sizes, str group_name, str path) -> Tensor[]");
+  // Of the first, where gradients of weights are added to: that of bs[into_of[i]] to into[i], [K, N]. Returns
+  // that of a_shard alone: functionalisation takes no op that writes and returns a list.
+  m.def(
+      "all_gather_matmul_grads_into(Tensor[] dys, Tensor a_shard, Tensor[] bs, Tensor(m!)[] into, "
+      "int[] into_of, int gather_dim, SymInt[]? shard_sizes, str group_name, str path) -> Tensor");
 
   // Collectives with gradients, for layers.
   m.def("copy_to_group(Tensor x, str group_name) -> Tensor");

@@ -223,8 +223,11 @@ def test_opcheck():
     bias = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
     sizes = [4, 0, 5]
     op = ops.grouped_matmul.default
-    torch.library.opcheck(op, (a, b, bias, sizes, "gelu", None, True, "auto"))
-    torch.library.opcheck(op, (a, b, None, sizes, "none", torch.float32, False, "streamk"))
+    none: tuple[list, list, list] = ([], [], [])
+    torch.library.opcheck(op, (a, b, bias, sizes, "gelu", None, True, "auto", *none))
+    torch.library.opcheck(op, (a, b, None, sizes, "none", torch.float32, False, "streamk", *none))
+    main_grad = torch.zeros(3, 5, 4, dtype=torch.float64)
+    torch.library.opcheck(op, (a, b, bias, sizes, "none", None, False, "auto", [main_grad], [0], [True]))
     for transposed in (False, True):
         torch.library.opcheck(ops.grouped_weight_grad.default, (a, dy, sizes, transposed, "auto"))
     acc = torch.zeros(3, 4, 5, dtype=torch.float64)
@@ -254,6 +257,33 @@ def test_compile_is_one_graph_for_all_sizes():
         assert torch.allclose(out, expected)
         assert all(torch.allclose(x, y, atol=1e-6) for x, y in zip(got, want, strict=True))
     assert len(compiled_for) == 1
+
+
+@pytest.mark.parametrize("flag", [False, True])
+def test_compile_into_main_grad(flag):
+    """One graph, and two passes in flight."""
+
+    def run(a, w):
+        return tpk.grouped_matmul(a, w.mT, [4, 0, 5], activation="gelu", main_grad_of=w).square().sum()
+
+    a, w = torch.randn(9, 4, requires_grad=True), torch.nn.Parameter(torch.randn(3, 5, 4))
+    w.main_grad = torch.zeros(3, 5, 4)
+    torch._dynamo.reset()
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    grads, sums = [], []
+    for f in (run, compiled):
+        if flag:
+            w.grad_added_to_main_grad = False
+        w.main_grad.zero_()
+        first, second = f(a, w), f(a.detach() * 2, w)
+        second.backward()
+        first.backward()
+        assert (w.grad is not None) == flag and getattr(w, "grad_added_to_main_grad", False) == flag
+        grads.append(a.grad)
+        sums.append(w.main_grad.clone())
+        a.grad = w.grad = None
+    assert sums[0][0].any() and sums[0][2].any()
+    assert torch.allclose(*sums, atol=1e-4) and torch.allclose(*grads, atol=1e-4)
 
 
 def test_compile_with_gradients_traced():

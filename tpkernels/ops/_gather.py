@@ -196,7 +196,7 @@ def gather_over(
 
 
 def _all_gather_matmul(*args: Any) -> list[Tensor]:
-    return gather_over(*args)
+    return gather_over(*args[:-3])  # without where gradients go
 
 
 def _all_gather_matmul_fake(
@@ -213,6 +213,7 @@ def _all_gather_matmul_fake(
     return_gathered: bool,
     save_gathered: bool,
     path: str,
+    *_: Any,
 ) -> list[Tensor]:
     plan = _plan_gather(
         _groups.resolve(group_name),
@@ -249,12 +250,13 @@ def _all_gather_setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -
         with_gathered,
         save,
         path,
+        *into,
     ) = inputs
     n = len(bs)
     ctx.set_materialize_grads(False)
     ctx.n, ctx.bias_of, ctx.activation = n, list(bias_of), activation
     ctx.dim, ctx.sizes, ctx.group, ctx.path = dim % a_shard.dim(), sizes, group, path
-    ctx.with_gathered, ctx.targets = with_gathered or save, taken(n)
+    ctx.with_gathered, ctx.targets = with_gathered or save, taken(bs, *into)
     ctx.dtype, ctx.rows = a_shard.dtype, a_shard.shape[ctx.dim]
     recompute = activation != "none" and not with_preact
     wanted = not save and (recompute or any(b.requires_grad for b in bs))  # a frozen weight needs none of it
@@ -317,7 +319,7 @@ def _reduce_scatter_grad(
         left, right = [dy for dy, _ in present], [w for _, w in present]
         sizes = sizes_of(ctx.rows, ctx.sizes, ctx.group)
         end = (ctx.dim, sizes, ctx.group, ctx.dtype, ctx.path)
-        grad = torch.ops.tpkernels.matmul_reduce_scatter(left, right, None, None, *end)
+        grad = torch.ops.tpkernels.matmul_reduce_scatter(left, right, None, None, *end, [], [], [])
     if grad_gathered is not None:
         scattered = _scattered(ctx, grad_gathered)
         grad = scattered if grad is None else grad + scattered

@@ -74,6 +74,40 @@ def _of_gather_fake(
     return [a_shard.new_empty(a_shard.shape), *(_empty_like(b, a_shard) for b in mine)]
 
 
+def _of_gather_into(
+    dys: list[Tensor],
+    a_shard: Tensor,
+    bs: list[Tensor],
+    into: list[Tensor],
+    into_of: list[int],
+    gather_dim: int,
+    shard_sizes: list[int] | None,
+    group_name: str,
+    path: str,
+) -> Tensor:
+    def weights(x: Gathered) -> None:
+        for i, acc in zip(into_of, into, strict=True):
+            _weight(bs[i], x.rows.t(), x.ordered(dys[i]), acc, path)
+
+    shard = a_shard if into else None
+    end = (gather_dim, shard_sizes, group_name, a_shard.dtype, path, shard, weights)
+    return _reduce.reduce_scatter_over(dys, [b.t() for b in bs], None, None, *end)
+
+
+def _of_gather_into_fake(
+    dys: list[Tensor],
+    a_shard: Tensor,
+    bs: list[Tensor],
+    into: list[Tensor],
+    into_of: list[int],
+    gather_dim: int,
+    shard_sizes: list[int] | None,
+    group_name: str,
+    path: str,
+) -> Tensor:
+    return a_shard.new_empty(a_shard.shape)
+
+
 def _of_scatter(
     dy: Tensor,
     a: list[Tensor],
@@ -119,4 +153,5 @@ def _of_scatter_fake(
 
 
 register("all_gather_matmul_grads", _of_gather, _of_gather_fake)
+register("all_gather_matmul_grads_into", _of_gather_into, _of_gather_into_fake)
 register("matmul_reduce_scatter_grads", _of_scatter, _of_scatter_fake)

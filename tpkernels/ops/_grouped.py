@@ -152,6 +152,7 @@ def _implementation(
     out_dtype: torch.dtype | None,
     return_preact: bool,
     path: str,
+    *_: Any,
 ) -> list[Tensor]:
     dtype = _validate(a, b, bias, group_sizes, activation, out_dtype)
     choice = choose_grouped(path, a.device, a, b, group_sizes)
@@ -242,16 +243,17 @@ def _fake(
     out_dtype: torch.dtype | None,
     return_preact: bool,
     path: str,
+    *_: Any,
 ) -> list[Tensor]:
     dtype = _validate(a, b, bias, group_sizes, activation, out_dtype)
     return [a.new_empty(a.shape[0], b.shape[2], dtype=dtype) for _ in range(1 + return_preact)]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    a, b, bias, sizes, activation, _, return_preact, path = inputs
+    a, b, bias, sizes, activation, _, return_preact, path, *into = inputs
     ctx.set_materialize_grads(False)
     ctx.sizes, ctx.activation, ctx.path, ctx.has_bias = sizes, activation, path, bias is not None
-    (ctx.target,) = _main_grad.taken(1)
+    (ctx.target,) = _main_grad.taken([b], *into)
     keep_bias = bias if activation != "none" and not return_preact else None
     ctx.save_for_backward(a, b, keep_bias, *output[1:])
 
@@ -279,7 +281,7 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
 
 def product(a: Tensor, b: Tensor, bias: Tensor | None, sizes: list[int], path: str) -> Tensor:
     """The grouped product as an op, for use in backward formulas."""
-    out: list[Tensor] = _ops.grouped_matmul(a, b, bias, sizes, "none", None, False, path)
+    out: list[Tensor] = _ops.grouped_matmul(a, b, bias, sizes, "none", None, False, path, [], [], [])
     return out[0]
 
 

@@ -27,7 +27,7 @@ from tpkernels.comm import beneath, fused
 from tpkernels.comm.faults import Reported
 from tpkernels.comm.gathered import Use, plain
 from tpkernels.ops import _agreement, _checks, _collectives, _gemm, _groups, _paths
-from tpkernels.ops._gradients import at_once, scatter_grads
+from tpkernels.ops._gradients import any_compiled, at_once, scatter_grads
 from tpkernels.ops._main_grad import taken
 from tpkernels.ops._matmul import product, sum_rows, weight_grad
 from tpkernels.ops._products import grads_wanted
@@ -136,7 +136,7 @@ def reduce_scatter_over(
 
 
 def _matmul_reduce_scatter(*args: Any) -> Tensor:
-    return reduce_scatter_over(*args)
+    return reduce_scatter_over(*args[:-3])  # without where gradients go
 
 
 def _matmul_reduce_scatter_fake(
@@ -149,6 +149,7 @@ def _matmul_reduce_scatter_fake(
     group_name: str,
     out_dtype: torch.dtype | None,
     path: str,
+    *_: Any,
 ) -> Tensor:
     plan = plan_of(_groups.resolve(group_name), a, b, bias, out_dtype, path, (scatter_dim, shard_sizes))
     shape = own_shape(plan)
@@ -164,6 +165,7 @@ def _matmul_all_reduce(
     group_name: str,
     out_dtype: torch.dtype | None,
     path: str,
+    *_: Any,
 ) -> Tensor:
     group = _groups.resolve(group_name)
 
@@ -197,6 +199,7 @@ def _matmul_all_reduce_fake(
     group_name: str,
     out_dtype: torch.dtype | None,
     path: str,
+    *_: Any,
 ) -> Tensor:
     plan = plan_of(_groups.resolve(group_name), a, b, bias, out_dtype, path, None)
     _checks.check_residual(residual, plan.shape, plan.out_dtype, a[0])
@@ -213,8 +216,8 @@ def _wanted(a: Sequence[Tensor], b: Sequence[Tensor]) -> list[Tensor | None]:
 
 
 def _scatter_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    a, b, _, residual, dim, sizes, group, _, path = inputs
-    ctx.n, ctx.has_residual, ctx.targets = len(a), residual is not None, taken(len(b))
+    a, b, _, residual, dim, sizes, group, _, path, *into = inputs
+    ctx.n, ctx.has_residual, ctx.targets = len(a), residual is not None, taken(b, *into)
     ctx.dim, ctx.sizes, ctx.group, ctx.path = dim % a[0].dim(), sizes, group, path
     ctx.dtype, ctx.rows = a[0].dtype, a[0].shape[ctx.dim]
     ctx.save_for_backward(*_wanted(a, b), *b)
@@ -231,7 +234,8 @@ def _scatter_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     dy = grad.to(ctx.dtype)
     need_as, need_bs, need_bias = ctx.needs_input_grad[:3]  # nested as the inputs are
     grad_residual = grad if ctx.has_residual else None
-    if any(need_as) and at_once(ctx.targets) and all(a is not None for a in as_):
+    serves = at_once(ctx.targets) and not any_compiled(ctx.targets)
+    if any(need_as) and serves and all(a is not None for a in as_):
         made = scatter_grads(
             dy, as_, bs, (need_as, need_bs, need_bias), ctx.targets, ctx.dim, sizes, ctx.group, ctx.path
         )
@@ -243,7 +247,7 @@ def _scatter_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         wants_whole = any(need_bs) or need_bias
         end = (ctx.dim, sizes, ctx.group, None, False, wants_whole, False, ctx.path)
         products = torch.ops.tpkernels.all_gather_matmul(
-            dy, [bs[i].t() for i in wanted], [], [], "none", *end
+            dy, [bs[i].t() for i in wanted], [], [], "none", *end, [], [], []
         )
         whole = products.pop() if wants_whole else None
         for i, value in zip(wanted, products, strict=True):
@@ -259,8 +263,8 @@ def _scatter_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 
 def _all_reduce_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    a, b, _, residual, _, _, path = inputs
-    ctx.n, ctx.has_residual, ctx.path, ctx.targets = len(a), residual is not None, path, taken(len(b))
+    a, b, _, residual, _, _, path, *into = inputs
+    ctx.n, ctx.has_residual, ctx.path, ctx.targets = len(a), residual is not None, path, taken(b, *into)
     ctx.dtype = a[0].dtype
     ctx.save_for_backward(*_wanted(a, b), *b)
 

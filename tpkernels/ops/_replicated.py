@@ -85,6 +85,7 @@ def _matmul_replicated(
     out_dtype: torch.dtype | None,
     return_preact: bool,
     path: str,
+    *_: Any,
 ) -> list[Tensor]:
     group = _groups.resolve(group_name)
     plan = _agreement.validated(
@@ -111,6 +112,7 @@ def _matmul_replicated_fake(
     out_dtype: torch.dtype | None,
     return_preact: bool,
     path: str,
+    *_: Any,
 ) -> list[Tensor]:
     plan = _plan_replicated(_groups.resolve(group_name), a, bs, biases, bias_of, activation, out_dtype, path)
     copies = 2 if return_preact else 1
@@ -118,11 +120,11 @@ def _matmul_replicated_fake(
 
 
 def _replicated_setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    a, bs, biases, bias_of, activation, group, _, with_preact, path = inputs
+    a, bs, biases, bias_of, activation, group, _, with_preact, path, *into = inputs
     n = len(bs)
     ctx.set_materialize_grads(False)
     ctx.n, ctx.bias_of, ctx.activation, ctx.group, ctx.path = n, list(bias_of), activation, group, path
-    ctx.targets = taken(n)
+    ctx.targets = taken(bs, *into)
     recompute = activation != "none" and not with_preact
     ctx.dtype = a.dtype
     ctx.save_for_backward(
@@ -143,7 +145,16 @@ def _replicated_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...
     grad_a = None
     if need_a and present:
         grad_a = torch.ops.tpkernels.matmul_all_reduce(
-            [dy for dy, _ in present], [w for _, w in present], None, None, ctx.group, ctx.dtype, ctx.path
+            [dy for dy, _ in present],
+            [w for _, w in present],
+            None,
+            None,
+            ctx.group,
+            ctx.dtype,
+            ctx.path,
+            [],
+            [],
+            [],
         )
     grad_bs = [
         weight_grad(a, dy, b, ctx.path, target=target) if need and dy is not None else None
