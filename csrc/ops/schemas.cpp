@@ -216,11 +216,14 @@ STABLE_TORCH_LIBRARY(tpkernels, m) {
   // streamk_gemm_grouped, whose sum is m. Where it makes several launches: the plan of the longest, with
   // tiles, partial tiles and time of all. dtype: of the operands of the other devices, "bfloat16", "float16",
   // "float32", "tf32" (float32 with allow_tf32) or "float64"; "cuda" is the kernel that the dtype gets on
-  // Hopper. The CPU's plans are the same for all.
+  // Hopper. The CPU's plans are the same for all. collective: of a rank's part of fused_all_gather_matmul,
+  // fused_matmul_reduce_scatter or fused_matmul_all_reduce (named without fused_), as rows of every rank,
+  // shard_rows, come or go. out_bytes: of an element of its result. Other kernels know no ranks.
   m.def(
       "streamk_plan(int batch, int m, int n, int k, str device, str schedule='auto', int workers=0, "
       "int splits=1, int multiprocessors=0, str tile='', bool gated=False, bool finishes=False, "
-      "bool outer_major=False, int[] group_sizes=[], str dtype='bfloat16') -> (str, int[], float)");
+      "bool outer_major=False, int[] group_sizes=[], str dtype='bfloat16', str collective='', "
+      "int[] shard_rows=[], int rank=0, int out_bytes=2) -> (str, int[], float)");
   // Constants of the cost models that plans are made with, as text: host/cost_text.hpp. device: "cpu" or
   // "sm90". set_plan_cost with "": those that the library came with. sm90a_set_cost is the same for launches
   // of _C_sm90a, which has its own copy.
