@@ -281,7 +281,7 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
 
 def product(a: Tensor, b: Tensor, bias: Tensor | None, sizes: list[int], path: str) -> Tensor:
     """The grouped product as an op, for use in backward formulas."""
-    out: list[Tensor] = _ops.grouped_matmul(a, b, bias, sizes, "none", None, False, path, [], [], [])
+    out: list[Tensor] = _ops.grouped_matmul(a, b, bias, sizes, "none", None, False, path, *_main_grad.NOWHERE)
     return out[0]
 
 
