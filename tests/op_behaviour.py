@@ -302,7 +302,7 @@ def check_opcheck(ctx):
     w, u, v = (torch.randn(3, 5, requires_grad=needed) for needed in (True, True, False))
     bias = torch.randn(5, requires_grad=True)
     y = torch.randn(2 * ctx.world, 3, requires_grad=True)
-    none: tuple[list, list, list] = ([], [], [])
+    none = (None, None, None)
     main_grad, other = torch.zeros(5, 3), torch.zeros(5, 3)
     gather = (0, None, name, None)
     cases = [

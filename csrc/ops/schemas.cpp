@@ -18,8 +18,8 @@ STABLE_TORCH_LIBRARY(tpkernels, m) {
   // those of the fused products below, for b and then the gate.
   m.def(
       "grouped_matmul(Tensor a, Tensor b, Tensor? gate, Tensor? bias, SymInt[] group_sizes, str activation, "
-      "ScalarType? out_dtype, bool return_preact, str path, Tensor[] main_grads, int[] main_grad_of, "
-      "bool[] stand_ins) -> Tensor[]");
+      "ScalarType? out_dtype, bool return_preact, str path, Tensor[]? main_grads, int[]? main_grad_of, "
+      "bool[]? stand_ins) -> Tensor[]");
   m.def(
       "grouped_weight_grad(Tensor a, Tensor dy, SymInt[] group_sizes, bool transposed, str path) -> Tensor");
   m.def(
@@ -34,19 +34,19 @@ STABLE_TORCH_LIBRARY(tpkernels, m) {
   m.def(
       "all_gather_matmul(Tensor a_shard, Tensor[] bs, Tensor[] biases, int[] bias_of, str activation, "
       "int gather_dim, SymInt[]? shard_sizes, str group_name, ScalarType? out_dtype, bool return_preact, "
-      "bool return_gathered, bool save_gathered, str path, Tensor[] main_grads, int[] main_grad_of, "
-      "bool[] stand_ins) -> Tensor[]");
+      "bool return_gathered, bool save_gathered, str path, Tensor[]? main_grads, int[]? main_grad_of, "
+      "bool[]? stand_ins) -> Tensor[]");
   m.def(
       "matmul_replicated(Tensor a, Tensor[] bs, Tensor[] biases, int[] bias_of, str activation, "
-      "str group_name, ScalarType? out_dtype, bool return_preact, str path, Tensor[] main_grads, "
-      "int[] main_grad_of, bool[] stand_ins) -> Tensor[]");
+      "str group_name, ScalarType? out_dtype, bool return_preact, str path, Tensor[]? main_grads, "
+      "int[]? main_grad_of, bool[]? stand_ins) -> Tensor[]");
   m.def(
       "matmul_reduce_scatter(Tensor[] a, Tensor[] b, Tensor? bias, Tensor? residual, int scatter_dim, "
-      "SymInt[]? shard_sizes, str group_name, ScalarType? out_dtype, str path, Tensor[] main_grads, "
-      "int[] main_grad_of, bool[] stand_ins) -> Tensor");
+      "SymInt[]? shard_sizes, str group_name, ScalarType? out_dtype, str path, Tensor[]? main_grads, "
+      "int[]? main_grad_of, bool[]? stand_ins) -> Tensor");
   m.def(
       "matmul_all_reduce(Tensor[] a, Tensor[] b, Tensor? bias, Tensor? residual, str group_name, "
-      "ScalarType? out_dtype, str path, Tensor[] main_grads, int[] main_grad_of, bool[] stand_ins) -> "
+      "ScalarType? out_dtype, str path, Tensor[]? main_grads, int[]? main_grad_of, bool[]? stand_ins) -> "
       "Tensor");
 
   // Products of FP8 operands with the float32 scales that they were divided by (tpkernels/fp8/_quantize.py),

@@ -60,9 +60,12 @@ def _opcheck(ctx):
     for op, args in (
         (
             ops.all_gather_matmul,
-            (x, [w, v], [bias], [1], "gelu", 1, None, name, F32, True, True, True, FUSED, [], [], []),
+            (x, [w, v], [bias], [1], "gelu", 1, None, name, F32, True, True, True, FUSED, None, None, None),
         ),
-        (ops.matmul_reduce_scatter, ([y, y], [w, v], bias, None, 1, None, name, None, FUSED, [], [], [])),
+        (
+            ops.matmul_reduce_scatter,
+            ([y, y], [w, v], bias, None, 1, None, name, None, FUSED, None, None, None),
+        ),
     ):
         torch.library.opcheck(op.default, args, test_utils=tests)
 

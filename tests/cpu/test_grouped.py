@@ -294,7 +294,7 @@ def test_opcheck():
     bias = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
     sizes = [4, 0, 5]
     op = ops.grouped_matmul.default
-    none: tuple[list, list, list] = ([], [], [])
+    none = (None, None, None)
     torch.library.opcheck(op, (a, b, None, bias, sizes, "gelu", None, True, "auto", *none))
     torch.library.opcheck(op, (a, b, None, None, sizes, "none", torch.float32, False, "streamk", *none))
     into, other = (torch.zeros(3, 5, 4, dtype=torch.float64) for _ in range(2))

@@ -24,7 +24,7 @@ from tpkernels.comm.gathered import Use, plain
 from tpkernels.ops import _agreement, _checks, _collectives, _groups, _paths
 from tpkernels.ops._gradients import all_gather_grads, at_once, sizes_of
 from tpkernels.ops._groups import Group
-from tpkernels.ops._main_grad import taken
+from tpkernels.ops._main_grad import NOWHERE, taken
 from tpkernels.ops._matmul import weight_grad
 from tpkernels.ops._products import (
     Plan,
@@ -129,7 +129,8 @@ def gather_over(call: Call, use: Use | None = None) -> list[Tensor]:
         }
 
     plan = _agreement.validated("all_gather_matmul", group, a_shard, lambda: _planned(group, call), facts)
-    plan = plan._replace(**settled(plan, a_shard.device))
+    if changes := settled(plan, a_shard.device):
+        plan = plan._replace(**changes)
     want_gathered = call.return_gathered or call.save_gathered
     if plan.way is not None:
         gathered = fused.small_gather(group, a_shard, plan.dim, plan.sizes)
@@ -246,7 +247,7 @@ def _reduce_scatter_grad(
         left, right = [dy for dy, _ in present], [w for _, w in present]
         sizes = sizes_of(ctx.rows, ctx.sizes, ctx.group)
         end = (ctx.dim, sizes, ctx.group, ctx.dtype, ctx.path)
-        grad = torch.ops.tpkernels.matmul_reduce_scatter(left, right, None, None, *end, [], [], [])
+        grad = torch.ops.tpkernels.matmul_reduce_scatter(left, right, None, None, *end, *NOWHERE)
     if grad_gathered is not None:
         scattered = _scattered(ctx, grad_gathered)
         grad = scattered if grad is None else grad + scattered

@@ -382,7 +382,7 @@ def product(
 ) -> Tensor:
     """The grouped product as an op, for use in backward formulas."""
     out: list[Tensor] = _ops.grouped_matmul(
-        a, b, None, bias, sizes, "none", out_dtype, False, path, [], [], []
+        a, b, None, bias, sizes, "none", out_dtype, False, path, *_main_grad.NOWHERE
     )
     return out[0]
 

@@ -188,12 +188,18 @@ def _way_out(sink: Sink | None) -> str:
 _handed: ContextVar[Sequence[Target | None]] = ContextVar("_handed", default=())
 
 
+NOWHERE = (None, None, None)  # main_grads, main_grad_of and stand_ins of a call that adds to none
+
+
 def taken(
-    bs: Sequence[Tensor], main_grads: Sequence[Tensor], main_grad_of: Sequence[int], stand_ins: Sequence[bool]
+    bs: Sequence[Tensor],
+    main_grads: Sequence[Tensor] | None,
+    main_grad_of: Sequence[int] | None,
+    stand_ins: Sequence[bool] | None,
 ) -> list[Target | None]:
     """For ``setup_context``, with the last arguments of the call that is being made: one entry per weight."""
     made = list(_handed.get()) or [None] * len(bs)
-    for main_grad, i, stand_in in zip(main_grads, main_grad_of, stand_ins, strict=True):
+    for main_grad, i, stand_in in zip(main_grads or (), main_grad_of or (), stand_ins or (), strict=True):
         _save_unversioned(main_grad)
         made[i] = Target(None, None, main_grad, stand_in)
     return made
@@ -243,7 +249,7 @@ def listed(main_grad_of: Parameters, bs: Sequence[Tensor]) -> list[Sink | None] 
 def call(op: Callable[..., Any], args: Sequence[Any], parameters: list[Sink | None] | None) -> Any:
     """``op(*args)``, whose second argument is the list of weights; ``parameters``: what :func:`listed` returned."""
     if parameters is None:
-        return op(*args, [], [], [])
+        return op(*args, *NOWHERE)
     if torch.compiler.is_compiling() and not any(isinstance(p, Delayed) for p in parameters):
         return op(*args, *_as_arguments(args[1], parameters))
     return _call(op, args, parameters)
@@ -285,6 +291,6 @@ def _as_arguments(
 def _call(op: Callable[..., Any], args: Sequence[Any], parameters: list[Sink | None]) -> Any:
     token = _handed.set(targets(args[1], parameters))
     try:
-        return op(*args, [], [], [])
+        return op(*args, *NOWHERE)
     finally:
         _handed.reset(token)

@@ -28,7 +28,7 @@ from tpkernels.comm.faults import Reported
 from tpkernels.comm.gathered import Use, plain
 from tpkernels.ops import _agreement, _checks, _collectives, _gemm, _groups, _paths
 from tpkernels.ops._gradients import any_compiled, at_once, scatter_grads
-from tpkernels.ops._main_grad import taken
+from tpkernels.ops._main_grad import NOWHERE, taken
 from tpkernels.ops._matmul import product, sum_rows, weight_grad
 from tpkernels.ops._products import grads_wanted
 from tpkernels.ops._reduce_plan import Call, Plan, own_shape, plan_of, planned
@@ -82,7 +82,8 @@ def reduce_scatter_over(call: Call, shard: Tensor | None = None, use: Use | None
             "shard_sizes (or those that None stands for)": plan.sizes,
         },
     )
-    plan = plan._replace(**settled(plan, a[0].device))
+    if changes := settled(plan, a[0].device):
+        plan = plan._replace(**changes)
     used = False
     if plan.way is not None:
         with Reported("matmul_reduce_scatter", group):
@@ -134,7 +135,8 @@ def _matmul_all_reduce(*args: Any) -> Tensor:
     plan = _agreement.validated(
         op, group, _sample(a), lambda: planned(op, group, call), lambda plan: _facts(call, plan)
     )
-    plan = plan._replace(**settled(plan, a[0].device))
+    if changes := settled(plan, a[0].device):
+        plan = plan._replace(**changes)
     if plan.way is not None:
         with Reported("matmul_all_reduce", group):
             way = plan.way
@@ -197,7 +199,7 @@ def _scatter_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         wants_whole = any(need_bs) or need_bias
         end = (ctx.dim, sizes, ctx.group, None, False, wants_whole, False, ctx.path)
         products = torch.ops.tpkernels.all_gather_matmul(
-            dy, [bs[i].t() for i in wanted], [], [], "none", *end, [], [], []
+            dy, [bs[i].t() for i in wanted], [], [], "none", *end, *NOWHERE
         )
         whole = products.pop() if wants_whole else None
         for i, value in zip(wanted, products, strict=True):

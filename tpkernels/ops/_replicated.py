@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tpkernels.ops import _agreement, _checks, _groups, _paths
 from tpkernels.ops._groups import Group
-from tpkernels.ops._main_grad import taken
+from tpkernels.ops._main_grad import NOWHERE, taken
 from tpkernels.ops._matmul import weight_grad
 from tpkernels.ops._products import (
     Plan,
@@ -40,9 +40,9 @@ class _Call(NamedTuple):
     out_dtype: torch.dtype | None
     return_preact: bool
     path: str
-    main_grads: list[Tensor]
-    main_grad_of: list[int]
-    stand_ins: list[bool]
+    main_grads: list[Tensor] | None
+    main_grad_of: list[int] | None
+    stand_ins: list[bool] | None
 
 
 def _plan_replicated(group: Group, call: _Call) -> Plan:
@@ -137,9 +137,7 @@ def _replicated_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...
             ctx.group,
             ctx.dtype,
             ctx.path,
-            [],
-            [],
-            [],
+            *NOWHERE,
         )
     grad_bs = [
         weight_grad(a, dy, b, ctx.path, target=target) if need and dy is not None else None
