@@ -9,7 +9,8 @@ __all__ = ["MODELS", "Model"]
 
 @dataclass(frozen=True)
 class Model:
-    """Transformer sizes. ``gated``: SwiGLU with gate and up weights, else one weight into the MLP."""
+    """Transformer sizes. ``gated``: SwiGLU with gate and up weights, else one weight into the MLP. ``biases``: of every
+    linear layer, and LayerNorm in place of RMSNorm."""
 
     hidden: int
     ffn: int
@@ -18,6 +19,7 @@ class Model:
     head_dim: int
     layers: int
     gated: bool = True
+    biases: bool = False
 
     @property
     def qkv(self) -> int:

@@ -299,31 +299,61 @@ def check_opcheck(ctx):
     """torch.library.opcheck of every distributed op (schema, fake, autograd registration, AOT dispatch)."""
     ops, name = torch.ops.tpkernels, ctx.group_name
     x = torch.randn(4, 3, requires_grad=True)
-    w, v = torch.randn(3, 5, requires_grad=True), torch.randn(3, 5)
+    w, u, v = (torch.randn(3, 5, requires_grad=needed) for needed in (True, True, False))
     bias = torch.randn(5, requires_grad=True)
     y = torch.randn(2 * ctx.world, 3, requires_grad=True)
+    none = (None, None, None)
+    main_grad, other = torch.zeros(5, 3), torch.zeros(5, 3)
+    gather = (0, None, name, None)
     cases = [
         (
             ops.all_gather_matmul,
-            (x, [w, v], [bias], [1], "gelu", 0, None, name, None, True, True, True, "auto"),
+            (x, [w, v], [bias], [1], "gelu", *gather, True, True, True, "auto", *none),
         ),
         (
             ops.all_gather_matmul,
-            (x, [w], [], [], "none", 0, [4] * ctx.world, name, None, False, False, False, "auto"),
+            (x, [w], [], [], "none", 0, [4] * ctx.world, name, None, False, False, False, "auto", *none),
         ),
-        (ops.matmul_replicated, (x, [w, v], [bias], [0], "silu", name, None, True, "auto")),
-        (ops.matmul_reduce_scatter, ([y], [w], bias, None, 0, None, name, None, "auto")),
+        (ops.matmul_replicated, (x, [w, v], [bias], [0], "silu", name, None, True, "auto", *none)),
+        (ops.matmul_reduce_scatter, ([y], [w], bias, None, 0, None, name, None, "auto", *none)),
         (
             ops.matmul_reduce_scatter,
-            ([y, y], [w, v], None, torch.randn(2, 5), 0, [2] * ctx.world, name, None, "auto"),
+            ([y, y], [w, v], None, torch.randn(2, 5), 0, [2] * ctx.world, name, None, "auto", *none),
         ),
-        (ops.matmul_all_reduce, ([y], [w], bias, torch.randn(2 * ctx.world, 5), name, None, "auto")),
+        (ops.matmul_all_reduce, ([y], [w], bias, torch.randn(2 * ctx.world, 5), name, None, "auto", *none)),
+        # Into main_grad: one weight of two, both, with a gradient that stands for it.
+        (
+            ops.all_gather_matmul,
+            (x, [v, w], [bias], [1], "gelu", *gather, True, True, False, "auto", [main_grad], [1], [False]),
+        ),
+        (
+            ops.all_gather_matmul,
+            (x, [w, u], [], [], "none", *gather, False, False, False, "auto",
+             [main_grad, other], [0, 1], [True, False]),
+        ),
+        (
+            ops.matmul_replicated,
+            (x, [v, w], [], [], "none", name, None, False, "auto", [main_grad], [1], [True]),
+        ),
+        (
+            ops.matmul_reduce_scatter,
+            ([y, y], [w, u], bias, None, 0, None, name, None, "auto", [main_grad], [0], [False]),
+        ),
+        (
+            ops.matmul_all_reduce,
+            ([y], [w], bias, None, name, None, "auto", [main_grad], [0], [False]),
+        ),
+        (
+            ops.all_gather_matmul_grads_into,
+            ([torch.randn(4 * ctx.world, 5)] * 2, x.detach(), [w.detach(), v], [torch.zeros(3, 5)], [1], *gather[:3],
+             "auto"),
+        ),
         (ops.copy_to_group, (x, name)),
         (ops.all_reduce, (x, "sum", name)),
         (ops.all_gather, (x, 0, None, name, False)),
         (ops.reduce_scatter, (x, 0, None, name)),
         (ops.split, (x, 0, None, name)),
-    ]
+    ]  # fmt: skip
     for op, args in cases:
         torch.library.opcheck(op.default, args)
 

@@ -7,6 +7,8 @@ of the heads.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -16,7 +18,18 @@ from tpkernels.nn import apply_rotary, rotary_tables
 from ..models import Model
 from .shapes import Layer, Size
 
-__all__ = ["EPS", "MLP", "Attention", "Block", "LanguageModel", "Rotary", "attend", "build", "rotary_of"]
+__all__ = [
+    "EPS",
+    "MLP",
+    "Attention",
+    "Block",
+    "LanguageModel",
+    "Rotary",
+    "attend",
+    "build",
+    "norm_of",
+    "rotary_of",
+]
 
 EPS = 1e-5
 Rotary = tuple[Tensor, Tensor]
@@ -25,6 +38,11 @@ Rotary = tuple[Tensor, Tensor]
 def rotary_of(model: Model, seq: int, device: torch.device) -> Rotary:
     """Cosine and sine of a whole sequence."""
     return rotary_tables(seq, model.head_dim, device=device)
+
+
+def norm_of(model: Model, **place: Any) -> nn.Module:
+    """LayerNorm or RMSNorm; ``place``: dtype and device."""
+    return (nn.LayerNorm if model.biases else nn.RMSNorm)(model.hidden, eps=EPS, **place)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, head_dim: int, rotary: Rotary) -> Tensor:
@@ -42,10 +60,10 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = model.head_dim
         width, kv_width = model.heads * model.head_dim, model.kv_heads * model.head_dim
-        self.q_proj = nn.Linear(model.hidden, width, bias=False)
-        self.k_proj = nn.Linear(model.hidden, kv_width, bias=False)
-        self.v_proj = nn.Linear(model.hidden, kv_width, bias=False)
-        self.o_proj = nn.Linear(width, model.hidden, bias=False)
+        self.q_proj = nn.Linear(model.hidden, width, bias=model.biases)
+        self.k_proj = nn.Linear(model.hidden, kv_width, bias=model.biases)
+        self.v_proj = nn.Linear(model.hidden, kv_width, bias=model.biases)
+        self.o_proj = nn.Linear(width, model.hidden, bias=model.biases)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         y = attend(self.q_proj(x), self.k_proj(x), self.v_proj(x), self.head_dim, (cos, sin))
@@ -58,9 +76,9 @@ class MLP(nn.Module):
 
     def __init__(self, model: Model) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(model.hidden, model.ffn, bias=False) if model.gated else None
-        self.up_proj = nn.Linear(model.hidden, model.ffn, bias=False)
-        self.down_proj = nn.Linear(model.ffn, model.hidden, bias=False)
+        self.gate_proj = nn.Linear(model.hidden, model.ffn, bias=model.biases) if model.gated else None
+        self.up_proj = nn.Linear(model.hidden, model.ffn, bias=model.biases)
+        self.down_proj = nn.Linear(model.ffn, model.hidden, bias=model.biases)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gate_proj is None:
@@ -76,9 +94,9 @@ class Block(nn.Module):
 
     def __init__(self, model: Model) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(model.hidden, eps=EPS)
+        self.attention_norm = norm_of(model)
         self.attention = Attention(model)
-        self.mlp_norm = nn.RMSNorm(model.hidden, eps=EPS)
+        self.mlp_norm = norm_of(model)
         self.mlp = MLP(model)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -100,7 +118,7 @@ class LanguageModel(nn.Module):
         self.model = size.model
         self.embed = nn.Embedding(size.vocab, size.model.hidden)
         self.layers = nn.ModuleList(Block(size.model) for _ in range(size.model.layers))
-        self.norm = nn.RMSNorm(size.model.hidden, eps=EPS)
+        self.norm = norm_of(size.model)
         self.head = nn.Linear(size.model.hidden, size.vocab, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:

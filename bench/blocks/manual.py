@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from ..context import Context
 from ..models import Model
-from .dense import EPS, Rotary, attend, rotary_of
+from .dense import Rotary, attend, norm_of, rotary_of
 from .implementation import Implementation, parts_of
 from .shapes import Layer, Size
 
@@ -75,16 +75,16 @@ def _weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
 
 
 class _ColumnProduct(torch.autograd.Function):
-    """all_gather(x) W^T."""
+    """all_gather(x) W^T + bias."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, comm: _Comm) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, comm: _Comm) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.comm = comm
-        return F.linear(comm.gather(x).wait(), weight)
+        ctx.comm, ctx.biased = comm, bias is not None
+        return F.linear(comm.gather(x).wait(), weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         comm: _Comm = ctx.comm
         gathered = comm.gather(x, later=comm.overlap)
@@ -92,7 +92,8 @@ class _ColumnProduct(torch.autograd.Function):
         whole_x = gathered.wait()
         dx = comm.reduce_scatter(whole, later=comm.overlap)
         dweight = _weight_gradient(dy, whole_x)
-        return dx.wait(), dweight, None
+        dbias = dy.flatten(0, -2).sum(0) if ctx.biased else None
+        return dx.wait(), dweight, dbias, None
 
 
 class _RowProduct(torch.autograd.Function):
@@ -151,29 +152,48 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 class _Column(nn.Module):
+    """Weight and bias are parts."""
+
     def __init__(
-        self, inputs: int, outputs: int, comm: _Comm, dtype: torch.dtype, device: torch.device
+        self,
+        inputs: int,
+        outputs: int,
+        comm: _Comm,
+        dtype: torch.dtype,
+        device: torch.device,
+        bias: bool = False,
     ) -> None:
         super().__init__()
         self.comm = comm
         self.weight = nn.Parameter(torch.empty(outputs // comm.world, inputs, dtype=dtype, device=device))
+        own = torch.empty(outputs // comm.world, dtype=dtype, device=device) if bias else None
+        self.bias = None if own is None else nn.Parameter(own)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = _ColumnProduct.apply(x, self.weight, self.comm)
+        y: Tensor = _ColumnProduct.apply(x, self.weight, self.bias, self.comm)
         return y
 
 
 class _Row(nn.Module):
+    """The weight is a part; the bias is whole, and added to this rank's rows."""
+
     def __init__(
-        self, inputs: int, outputs: int, comm: _Comm, dtype: torch.dtype, device: torch.device
+        self,
+        inputs: int,
+        outputs: int,
+        comm: _Comm,
+        dtype: torch.dtype,
+        device: torch.device,
+        bias: bool = False,
     ) -> None:
         super().__init__()
         self.comm = comm
         self.weight = nn.Parameter(torch.empty(outputs, inputs // comm.world, dtype=dtype, device=device))
+        self.bias = nn.Parameter(torch.empty(outputs, dtype=dtype, device=device)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = _RowProduct.apply(x, self.weight, self.comm)
-        return y
+        return y if self.bias is None else y + self.bias
 
 
 class _Attention(nn.Module):
@@ -181,8 +201,8 @@ class _Attention(nn.Module):
         super().__init__()
         self.head_dim = model.head_dim
         self.kv_width = model.kv_heads * model.head_dim // comm.world
-        self.qkv_proj = _Column(model.hidden, model.qkv, comm, dtype, device)
-        self.o_proj = _Row(model.heads * model.head_dim, model.hidden, comm, dtype, device)
+        self.qkv_proj = _Column(model.hidden, model.qkv, comm, dtype, device, model.biases)
+        self.o_proj = _Row(model.heads * model.head_dim, model.hidden, comm, dtype, device, model.biases)
 
     def forward(self, x: Tensor, rotary: Rotary) -> Tensor:
         qkv = self.qkv_proj(x)
@@ -195,12 +215,12 @@ class _MLP(nn.Module):
     def __init__(self, model: Model, comm: _Comm, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.gated = model.gated
-        up = _Column(model.hidden, model.up, comm, dtype, device)
+        up = _Column(model.hidden, model.up, comm, dtype, device, model.biases)
         if model.gated:
             self.gate_up_proj = up
         else:
             self.up_proj = up
-        self.down_proj = _Row(model.ffn, model.hidden, comm, dtype, device)
+        self.down_proj = _Row(model.ffn, model.hidden, comm, dtype, device, model.biases)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gated:
@@ -215,9 +235,9 @@ class _MLP(nn.Module):
 class _Block(nn.Module):
     def __init__(self, model: Model, comm: _Comm, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(model.hidden, eps=EPS, dtype=dtype, device=device)
+        self.attention_norm = norm_of(model, dtype=dtype, device=device)
         self.attention = _Attention(model, comm, dtype, device)
-        self.mlp_norm = nn.RMSNorm(model.hidden, eps=EPS, dtype=dtype, device=device)
+        self.mlp_norm = norm_of(model, dtype=dtype, device=device)
         self.mlp = _MLP(model, comm, dtype, device)
 
     def forward(self, x: Tensor, rotary: Rotary) -> Tensor:
@@ -235,7 +255,7 @@ class _LanguageModel(nn.Module):
         hidden = size.model.hidden
         self.embed = nn.Embedding(size.vocab // comm.world, hidden, dtype=dtype, device=device)
         self.layers = nn.ModuleList(_Block(size.model, comm, dtype, device) for _ in range(size.model.layers))
-        self.norm = nn.RMSNorm(hidden, eps=EPS, dtype=dtype, device=device)
+        self.norm = norm_of(size.model, dtype=dtype, device=device)
         self.head = _Column(hidden, size.vocab, comm, dtype, device)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -256,14 +276,15 @@ def _comm(context: Context, overlap: bool) -> _Comm:
     return _Comm(context.group, context.rank, context.world, overlap)
 
 
-def _complete(comm: _Comm, gradients: Sequence[Tensor]) -> list[Tensor]:
-    """The norms' gradients summed over the ranks, in one all-reduce; the others as they are."""
-    norms = [g for g in gradients if g.dim() == 1]
-    if not norms:
+def _complete(module: nn.Module, comm: _Comm, gradients: Sequence[Tensor]) -> list[Tensor]:
+    """Gradients of what every rank has whole (norms, biases of rows) summed over the ranks, in one all-reduce."""
+    cut = {p for m in module.modules() if isinstance(m, _Column) for p in m.parameters()}
+    shared = [g.dim() == 1 and p not in cut for p, g in zip(module.parameters(), gradients, strict=True)]
+    if not any(shared):
         return list(gradients)
-    flat = comm.all_reduce(torch.cat(norms))
-    summed = iter(flat.split([g.numel() for g in norms]))
-    return [next(summed) if g.dim() == 1 else g for g in gradients]
+    parts = [g for g, mine in zip(gradients, shared, strict=True) if mine]
+    summed = iter(comm.all_reduce(torch.cat(parts)).split([g.numel() for g in parts]))
+    return [next(summed) if mine else g for g, mine in zip(gradients, shared, strict=True)]
 
 
 def layer(shape: Layer, context: Context, dtype: torch.dtype, *, overlap: bool) -> Implementation:
@@ -276,7 +297,7 @@ def layer(shape: Layer, context: Context, dtype: torch.dtype, *, overlap: bool) 
         module,
         lambda x: module(x, *arguments),
         parts_of(module, shape.weights, comm.rank, comm.world, PACKED),
-        lambda gradients: _complete(comm, gradients),
+        lambda gradients: _complete(module, comm, gradients),
     )
 
 
@@ -288,5 +309,5 @@ def language_model(size: Size, context: Context, dtype: torch.dtype, *, overlap:
         module,
         module,
         parts_of(module, size.weights, comm.rank, comm.world, PACKED),
-        lambda gradients: _complete(comm, gradients),
+        lambda gradients: _complete(module, comm, gradients),
     )

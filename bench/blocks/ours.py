@@ -10,6 +10,7 @@ from torch import nn
 from tpkernels.nn import ParallelAttention, ParallelMLP, ParallelTransformerBlock
 
 from ..context import Context
+from ..models import Model
 from .dense import EPS, rotary_of
 from .implementation import Implementation, parts_of
 from .shapes import Layer, Size
@@ -33,22 +34,38 @@ def layer(
     activation = "swiglu" if model.gated else "gelu_tanh"
     module: nn.Module
     if shape.part == "mlp":
-        module = ParallelMLP(model.hidden, model.ffn, activation=activation, **common)
+        module = ParallelMLP(model.hidden, model.ffn, activation=activation, bias=model.biases, **common)
     elif shape.part == "attention":
-        module = ParallelAttention(
-            model.hidden, model.heads, model.kv_heads, head_dim=model.head_dim, **common
-        )
+        module = _attention(model, common)
     else:
         module = ParallelTransformerBlock(
-            model.hidden, model.ffn, model.heads, model.kv_heads, activation=activation, eps=EPS, **common
+            model.hidden,
+            model.ffn,
+            model.heads,
+            model.kv_heads,
+            activation=activation,
+            norm="layer" if model.biases else "rms",
+            bias=model.biases,
+            eps=EPS,
+            **common,
         )
         if model.heads * model.head_dim != model.hidden:  # the block takes hidden / heads
-            module.attention = ParallelAttention(
-                model.hidden, model.heads, model.kv_heads, head_dim=model.head_dim, **common
-            )
+            module.attention = _attention(model, common)
     arguments = {"rotary": rotary_of(model, shape.tokens.seq, context.device)} if shape.has_attention else {}
     parts = parts_of(module, shape.weights, context.rank, context.world)
     return Implementation(module, lambda x: module(x, **arguments), parts)
+
+
+def _attention(model: Model, common: dict[str, Any]) -> ParallelAttention:
+    return ParallelAttention(
+        model.hidden,
+        model.heads,
+        model.kv_heads,
+        head_dim=model.head_dim,
+        bias=model.biases,
+        out_bias=model.biases,
+        **common,
+    )
 
 
 def language_model(size: Size, context: Context, dtype: torch.dtype, *, path: str) -> Implementation:

@@ -93,11 +93,23 @@ class _Pieces:
         where = share(name, self.shape.weights[name], self.rank, self.world)[0]
         return sampled(name, where.stop - where.start, self.sample, self.device)
 
+    def bias(self, name: str) -> Tensor | float:
+        """That of the layer whose weight is ``name``; 0 where there is none."""
+        bias = name.replace("weight", "bias")
+        return self.weight(bias) if self.shape.model.biases else 0.0
+
     def add(self, name: str, dy: Tensor, x: Tensor) -> None:
-        """The sampled rows of dy^T x, the gradient of the weight of y = x W^T, over [tokens, ...] matrices."""
+        """The sampled rows of dy^T x, the gradient of the weight of y = x W^T, over [tokens, ...] matrices; and those
+        of the bias beside it."""
         where = share(name, self.shape.weights[name], self.rank, self.world)
         rows = where[0].start + self.rows_of(name)
-        part = dy[:, rows].t() @ x[:, where[1]]
+        self._add(name, dy[:, rows].t() @ x[:, where[1]])
+        if self.shape.model.biases:
+            bias = name.replace("weight", "bias")
+            first = share(bias, self.shape.weights[bias], self.rank, self.world)[0].start
+            self._add(bias, dy[:, first + self.rows_of(bias)].sum(0))
+
+    def _add(self, name: str, part: Tensor) -> None:
         self.sums[name] = self.sums[name] + part if name in self.sums else part
 
     def gradients(self) -> dict[str, tuple[Tensor, Tensor]]:
@@ -108,8 +120,15 @@ def _gradients(y: Tensor, of: tuple[Tensor, ...], dy: Tensor) -> tuple[Tensor, .
     return torch.autograd.grad(y, of, dy)
 
 
-def _norm(x: Tensor, weight: Tensor) -> Tensor:
-    return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * weight
+def _norm(x: Tensor, weight: Tensor, bias: Tensor | float) -> Tensor:
+    """LayerNorm where there is a bias, else RMSNorm."""
+    if isinstance(bias, Tensor):
+        x = x - x.mean(-1, keepdim=True)
+    return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * weight + bias
+
+
+def _norm_of(pieces: _Pieces, name: str, x: Tensor) -> Tensor:
+    return _norm(x, pieces.weight(name), pieces.bias(name))
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
@@ -121,14 +140,16 @@ def _mlp(pieces: _Pieces, before: str, x: Tensor, dy: Tensor | None) -> tuple[Te
     gated = pieces.shape.model.gated
     up, down = pieces.weight(f"{before}up_proj.weight"), pieces.weight(f"{before}down_proj.weight")
     gate = pieces.weight(f"{before}gate_proj.weight") if gated else None
+    gate_bias = pieces.bias(f"{before}gate_proj.weight") if gated else 0.0
+    up_bias, down_bias = (pieces.bias(f"{before}{name}_proj.weight") for name in ("up", "down"))
     ys, dxs = [], []
     for i in range(0, x.shape[0], _CHUNK):
         with torch.enable_grad():
             xs = x[i : i + _CHUNK].detach().requires_grad_()
-            u = xs @ up.t()
-            g = u if gate is None else xs @ gate.t()
+            u = xs @ up.t() + up_bias
+            g = u if gate is None else xs @ gate.t() + gate_bias
             inner = _gelu_tanh(u) if gate is None else g * torch.sigmoid(g) * u
-            y = inner @ down.t()
+            y = inner @ down.t() + down_bias
         ys.append(y.detach())
         if dy is None:
             continue
@@ -169,7 +190,10 @@ def _attention(pieces: _Pieces, before: str, x: Tensor, dy: Tensor | None) -> tu
     m, tokens = pieces.shape.model, pieces.shape.tokens
     group = m.heads // m.kv_heads
     names = [f"{before}{n}_proj.weight" for n in "qkv"]
-    q, k, v = ((x @ pieces.weight(name).t()).view(tokens.seq, tokens.batch, -1, m.head_dim) for name in names)
+    q, k, v = (
+        (x @ pieces.weight(name).t() + pieces.bias(name)).view(tokens.seq, tokens.batch, -1, m.head_dim)
+        for name in names
+    )
     o_proj = pieces.weight(f"{before}o_proj.weight")
     out = torch.empty_like(q)
     dout = None if dy is None else (dy @ o_proj).view_as(q)
@@ -186,7 +210,7 @@ def _attention(pieces: _Pieces, before: str, x: Tensor, dy: Tensor | None) -> tu
                 dq, dk, dv = _gradients(y, (qs, ks, vs), dout[:, b, mine].transpose(0, 1))
                 grads[0][:, b, mine] = dq.transpose(0, 1)
                 grads[1][:, b, h], grads[2][:, b, h] = dk, dv
-    y = out.flatten(0, 1).flatten(1) @ o_proj.t()
+    y = out.flatten(0, 1).flatten(1) @ o_proj.t() + pieces.bias(f"{before}o_proj.weight")
     if dy is None or grads is None:
         return y, None
     pieces.add(f"{before}o_proj.weight", dy, out.flatten(0, 1).flatten(1))
@@ -199,18 +223,20 @@ def _attention(pieces: _Pieces, before: str, x: Tensor, dy: Tensor | None) -> tu
 
 
 def _through_norm(pieces: _Pieces, name: str, x: Tensor, dy: Tensor) -> Tensor:
-    """dx of y = norm(x) * weight; keeps the weight's gradient."""
+    """dx of y = norm(x) * weight + bias; keeps the gradients of both."""
     with torch.enable_grad():
         xs, weight = x.detach().requires_grad_(), pieces.weight(name).requires_grad_()
-        y = _norm(xs, weight)
+        y = _norm(xs, weight, pieces.bias(name))
     dx, pieces.sums[name] = _gradients(y, (xs, weight), dy)
+    if pieces.shape.model.biases:
+        pieces.sums[name.replace("weight", "bias")] = dy.sum(0)
     return dx
 
 
 def _block(pieces: _Pieces, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
-    first = _norm(x, pieces.weight("attention_norm.weight"))
+    first = _norm_of(pieces, "attention_norm.weight", x)
     h = x + _attention(pieces, "attention.", first, None)[0]
-    y, dsecond = _mlp(pieces, "mlp.", _norm(h, pieces.weight("mlp_norm.weight")), dy)
+    y, dsecond = _mlp(pieces, "mlp.", _norm_of(pieces, "mlp_norm.weight", h), dy)
     assert dsecond is not None
     dh = dy + _through_norm(pieces, "mlp_norm.weight", h, dsecond)
     dfirst = _attention(pieces, "attention.", first, dh)[1]

@@ -66,21 +66,29 @@ class Layer:
         """Names and dense shapes of the parameters, in the order of the modules."""
         m = self.model
         width = m.heads * m.head_dim
-        attention = {
+        attention: dict[str, tuple[int, ...]] = {
             "q_proj.weight": (width, m.hidden),
             "k_proj.weight": (m.kv_heads * m.head_dim, m.hidden),
             "v_proj.weight": (m.kv_heads * m.head_dim, m.hidden),
             "o_proj.weight": (m.hidden, width),
         }
-        mlp = {"up_proj.weight": (m.ffn, m.hidden), "down_proj.weight": (m.hidden, m.ffn)}
+        mlp: dict[str, tuple[int, ...]] = {
+            "up_proj.weight": (m.ffn, m.hidden),
+            "down_proj.weight": (m.hidden, m.ffn),
+        }
         if m.gated:
             mlp = {"gate_proj.weight": (m.ffn, m.hidden), **mlp}
+        norm: dict[str, tuple[int, ...]] = {"norm.weight": (m.hidden,)}
+        parts = {"attention": attention, "mlp": mlp, "norm": norm}
+        if m.biases:
+            for of_part in parts.values():
+                of_part.update({name.replace("weight", "bias"): shape[:1] for name, shape in of_part.items()})
         if self.part != "block":
-            return dict(mlp if self.part == "mlp" else attention)
+            return dict(parts[self.part])
         return {
-            "attention_norm.weight": (m.hidden,),
+            **{f"attention_{name}": shape for name, shape in norm.items()},
             **{f"attention.{name}": shape for name, shape in attention.items()},
-            "mlp_norm.weight": (m.hidden,),
+            **{f"mlp_{name}": shape for name, shape in norm.items()},
             **{f"mlp.{name}": shape for name, shape in mlp.items()},
         }
 
@@ -153,6 +161,7 @@ class Size:
             "embed.weight": (self.vocab, m.hidden),
             **{f"layers.{i}.{name}": shape for i in range(m.layers) for name, shape in block.items()},
             "norm.weight": (m.hidden,),
+            **({"norm.bias": (m.hidden,)} if m.biases else {}),
             "head.weight": (self.vocab, m.hidden),
         }
 

@@ -24,11 +24,11 @@ _BY_INPUT = ("o_proj", "down_proj")
 
 
 def cut(name: str) -> int | None:
-    """The dimension along which the dense weight ``name`` is cut over the ranks; None: every rank has it all."""
-    layer = name.split(".")[-2]
+    """The dimension in which the dense weight or bias ``name`` is cut over the ranks; None: every rank has it all."""
+    layer, kind = name.split(".")[-2:]
     if layer in _BY_OUTPUT:
         return 0
-    return 1 if layer in _BY_INPUT else None
+    return 1 if layer in _BY_INPUT and kind == "weight" else None
 
 
 def share(name: str, shape: Sequence[int], rank: int, world: int) -> tuple[slice, ...]:
@@ -84,11 +84,11 @@ def draw_(
     """Fill ``tensor``, the part at ``offset`` of the dense tensor ``name`` of ``shape``.
 
     Matrices are uniform with variance 1 / (input features), so that activations keep their size. Weights of
-    norms are uniform in [0.5, 1.5]: ones would hide a norm that forgets them.
+    norms are uniform in [0.5, 1.5]: ones would hide a norm that forgets them. Biases are in [-0.5, 0.5].
     """
     shape = tuple(tensor.shape) if shape is None else shape
     if len(shape) == 1:
-        low, high = 0.5, 1.5
+        low, high = (-0.5, 0.5) if name.endswith(".bias") else (0.5, 1.5)
     else:
         high = math.sqrt(3.0 / shape[1])
         low = -high

@@ -5,7 +5,8 @@ nothing kept), ``extra["backward_us"]`` the difference. Gradients are complete a
 implementation leaves to the trainer (the norms' sums over the ranks) is part of it.
 
 Models that are gated have SwiGLU and three weights in the MLP, the others (gpt3) tanh-GELU and two. All have
-RMSNorm, rotary positions and no biases. Flash attention is torch's ``scaled_dot_product_attention`` in every
+rotary positions; "gpt3-biases" and "tiny-biases" have LayerNorm and a bias in every linear layer, the others RMSNorm
+and none. Flash attention is torch's ``scaled_dot_product_attention`` in every
 variant.
 
 Correctness: every variant starts from the same weights and gets the same x and gradient of y, all uniform; three
@@ -17,6 +18,7 @@ the layer in float64 (:mod:`..blocks.reference`), in pieces of 128 columns of a 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..blocks.shapes import TINY, Layer, Tokens, layer_bytes, layer_flops
@@ -33,7 +35,12 @@ __all__ = ["DTYPES", "PARTS", "SUITE", "LayerSuite", "element_size", "layer_of"]
 PARTS = ("mlp", "attention", "block")
 DTYPES = ("bfloat16", "float16", "float32")
 
-_MODELS: dict[str, Model] = {**MODELS, "tiny": TINY}
+_MODELS: dict[str, Model] = {
+    **MODELS,
+    "gpt3-biases": replace(MODELS["gpt3"], biases=True),
+    "tiny": TINY,
+    "tiny-biases": replace(TINY, gated=False, biases=True),
+}
 _DEFAULT_MODELS = ("llama8b", "llama70b")
 _DEFAULT_ROWS = (8192, 2048)
 _TINY_ROWS = (48,)

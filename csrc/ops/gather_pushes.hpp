@@ -4,6 +4,7 @@
 
 #include <vector>
 
+#include "ops/fused_chunks.hpp"
 #include "ops/fused_group.hpp"
 
 namespace tpk::ops {
@@ -20,9 +21,9 @@ class GatherPushes {
     check_matrix(op, "a_shard", shard, own, k);
     TPK_REQUIRE(k > 0 && (k == 1 || shard.stride(1) == 1), op,
                 ": a_shard must have K above 0, and K contiguous.");
-    pitch_ = round_up(k, 8);
+    pitch_ = gathered_pitch(k);
     row_bytes_ = static_cast<size_t>(k * kBytes);
-    chunks_ = protocol::cut_chunks(shard_rows, pitch_ * kBytes);
+    chunks_ = gathered_chunks(shard_rows, k);
     stride_ = own > 1 ? shard.stride(0) : pitch_;
     shard_ = {shard.data_ptr(), static_cast<size_t>(stride_ * kBytes)};
   }

@@ -14,10 +14,12 @@ STABLE_TORCH_LIBRARY(tpkernels, m) {
       "str activation, ScalarType? out_dtype, bool return_preact, str path) -> Tensor[]");
   m.def("matmul_accumulate(Tensor a, Tensor b, Tensor(c!) acc, str path) -> ()");
   // group_sizes[g] rows of a by b[g], and the gradient of b, or the sum with it: a_g^T dy_g [groups, K, N],
-  // transposed: stored [groups, N, K]. grouped_matmul returns as matmul does.
+  // transposed: stored [groups, N, K]. grouped_matmul returns as matmul does; the last three arguments are
+  // those of the fused products below, for b and then the gate.
   m.def(
       "grouped_matmul(Tensor a, Tensor b, Tensor? gate, Tensor? bias, SymInt[] group_sizes, str activation, "
-      "ScalarType? out_dtype, bool return_preact, str path) -> Tensor[]");
+      "ScalarType? out_dtype, bool return_preact, str path, Tensor[]? main_grads, int[]? main_grad_of, "
+      "bool[]? stand_ins) -> Tensor[]");
   m.def(
       "grouped_weight_grad(Tensor a, Tensor dy, SymInt[] group_sizes, bool transposed, str path) -> Tensor");
   m.def(
@@ -25,20 +27,27 @@ STABLE_TORCH_LIBRARY(tpkernels, m) {
       "str path) -> ()");
 
   // Products fused with a collective over the process group named group_name. biases[i] belongs to
-  // bs[bias_of[i]] (autograd cannot differentiate Tensor?[]).
+  // bs[bias_of[i]] (autograd cannot differentiate Tensor?[]). main_grads[i], stored as the parameter is whose
+  // .mT is bs[main_grad_of[i]]: the backward pass adds the gradient of that weight to it, and the weight gets
+  // none, or zeros where stand_ins[i]. The op itself does not touch it, so it is not an argument that is
+  // written to (tpkernels/ops/_main_grad.py).
   m.def(
       "all_gather_matmul(Tensor a_shard, Tensor[] bs, Tensor[] biases, int[] bias_of, str activation, "
       "int gather_dim, SymInt[]? shard_sizes, str group_name, ScalarType? out_dtype, bool return_preact, "
-      "bool return_gathered, bool save_gathered, str path) -> Tensor[]");
+      "bool return_gathered, bool save_gathered, str path, Tensor[]? main_grads, int[]? main_grad_of, "
+      "bool[]? stand_ins) -> Tensor[]");
   m.def(
       "matmul_replicated(Tensor a, Tensor[] bs, Tensor[] biases, int[] bias_of, str activation, "
-      "str group_name, ScalarType? out_dtype, bool return_preact, str path) -> Tensor[]");
+      "str group_name, ScalarType? out_dtype, bool return_preact, str path, Tensor[]? main_grads, "
+      "int[]? main_grad_of, bool[]? stand_ins) -> Tensor[]");
   m.def(
       "matmul_reduce_scatter(Tensor[] a, Tensor[] b, Tensor? bias, Tensor? residual, int scatter_dim, "
-      "SymInt[]? shard_sizes, str group_name, ScalarType? out_dtype, str path) -> Tensor");
+      "SymInt[]? shard_sizes, str group_name, ScalarType? out_dtype, str path, Tensor[]? main_grads, "
+      "int[]? main_grad_of, bool[]? stand_ins) -> Tensor");
   m.def(
       "matmul_all_reduce(Tensor[] a, Tensor[] b, Tensor? bias, Tensor? residual, str group_name, "
-      "ScalarType? out_dtype, str path) -> Tensor");
+      "ScalarType? out_dtype, str path, Tensor[]? main_grads, int[]? main_grad_of, bool[]? stand_ins) -> "
+      "Tensor");
 
   // Products of FP8 operands with the float32 scales that they were divided by (tpkernels/fp8/_quantize.py),
   // and the three with a collective: what is gathered travels in FP8, sums travel in out_dtype. a [..., K], b
@@ -70,6 +79,11 @@ STABLE_TORCH_LIBRARY(tpkernels, m) {
   m.def(
       "matmul_reduce_scatter_grads(Tensor dy, Tensor[] a, Tensor[] b, bool[] need_a, bool[] need_b, "
       "bool need_bias, int scatter_dim, SymInt[]? shard_sizes, str group_name, str path) -> Tensor[]");
+  // Of the first, where gradients of weights are added to: that of bs[into_of[i]] to into[i], [K, N]. Returns
+  // that of a_shard alone: functionalisation takes no op that writes and returns a list.
+  m.def(
+      "all_gather_matmul_grads_into(Tensor[] dys, Tensor a_shard, Tensor[] bs, Tensor(m!)[] into, "
+      "int[] into_of, int gather_dim, SymInt[]? shard_sizes, str group_name, str path) -> Tensor");
 
   // Collectives with gradients, for layers.
   m.def("copy_to_group(Tensor x, str group_name) -> Tensor");
@@ -222,11 +236,14 @@ STABLE_TORCH_LIBRARY(tpkernels, m) {
   // streamk_gemm_grouped, whose sum is m. Where it makes several launches: the plan of the longest, with
   // tiles, partial tiles and time of all. dtype: of the operands of the other devices, "bfloat16", "float16",
   // "float32", "tf32" (float32 with allow_tf32) or "float64"; "cuda" is the kernel that the dtype gets on
-  // Hopper. The CPU's plans are the same for all.
+  // Hopper. The CPU's plans are the same for all. collective: of a rank's part of fused_all_gather_matmul,
+  // fused_matmul_reduce_scatter or fused_matmul_all_reduce (named without fused_), as rows of every rank,
+  // shard_rows, come or go. out_bytes: of an element of its result. Other kernels know no ranks.
   m.def(
       "streamk_plan(int batch, int m, int n, int k, str device, str schedule='auto', int workers=0, "
       "int splits=1, int multiprocessors=0, str tile='', bool gated=False, bool finishes=False, "
-      "bool outer_major=False, int[] group_sizes=[], str dtype='bfloat16') -> (str, int[], float)");
+      "bool outer_major=False, int[] group_sizes=[], str dtype='bfloat16', str collective='', "
+      "int[] shard_rows=[], int rank=0, int out_bytes=2) -> (str, int[], float)");
   // Constants of the cost models that plans are made with, as text: host/cost_text.hpp. device: "cpu" or
   // "sm90". set_plan_cost with "": those that the library came with. sm90a_set_cost is the same for launches
   // of _C_sm90a, which has its own copy.

@@ -6,6 +6,7 @@
 #include <optional>
 
 #include "kernels/sm90a/operands.hpp"
+#include "ops/fused_chunks.hpp"
 #include "ops/fused_group.hpp"
 
 namespace {
@@ -37,10 +38,10 @@ class Scatter {
   Scatter(const Departure& d, const Group& g, const std::vector<int64_t>& shard_rows)
       : d_(d), g_(g), workspace_(d.a) {
     const int64_t bytes = tpk::bytes_of(d.out.kind);
-    pitch_ = round_up(d.b.size(1), 16 / bytes);
+    pitch_ = tpk::ops::departing_pitch(d.b.size(1), bytes);
     row_bytes_ = static_cast<size_t>(pitch_ * bytes);
     slot_rows_ = *std::max_element(shard_rows.begin(), shard_rows.end());
-    chunks_ = tpk::protocol::cut_departing(shard_rows, pitch_ * bytes, d.sends_own);
+    chunks_ = tpk::ops::departing_chunks(shard_rows, d.b.size(1), bytes, d.sends_own);
     order_ = tpk::protocol::leaving_order(chunks_, g.rank(), g.world(), d.sends_own);
   }
 

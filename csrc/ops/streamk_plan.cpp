@@ -12,6 +12,7 @@
 #include "kernels/sm80/plan.hpp"
 #include "kernels/sm90a/plan.hpp"
 #include "ops/cpu_threads.hpp"
+#include "ops/fused_chunks.hpp"
 #include "ops/sentence.hpp"
 
 namespace {
@@ -52,7 +53,7 @@ bool is_half(tpk::Element element) {
 // the vector kernels; operands that need element loads, and cards with little shared memory, may get another.
 Found find(const tpk::Problem& p, tpk::Element element, const std::string& device,
            const std::string& schedule, int64_t workers, int64_t splits, int64_t multiprocessors,
-           const std::string& tile, const tpk::sm90a::Demands& demands,
+           const std::string& tile, const tpk::sm90a::Demands& demands, const tpk::sm90a::Ranks& ranks,
            const tpk::GroupedRows* groups = nullptr) {
   if (device == "cpu") {
     return as_often(tpk::ops::cpu_plan("streamk_plan", p, schedule, workers, splits, tile), demands);
@@ -64,7 +65,7 @@ Found find(const tpk::Problem& p, tpk::Element element, const std::string& devic
     if (half && is_hopper(device)) {
       const auto residency = tpk::sm90a::full_residency(multiprocessors > 0 ? multiprocessors : 132);
       const auto g =
-          tpk::sm90a::plan_gemm(p, schedule, workers, splits, tile, demands, residency, {}, groups);
+          tpk::sm90a::plan_gemm(p, schedule, workers, splits, tile, demands, residency, ranks, groups);
       return {g.plan, tpk::sm90a::tile_shape(g.tile), g.cluster, is_swapped(g.tile)};
     }
     const bool sm80 = device == "sm80";
@@ -90,10 +91,46 @@ tpk::Element parse_element(const std::string& dtype) {
   return tpk::Element::kFp64;
 }
 
+// What the fused ops (ops/sm90a_fused_{gather,reduce}.cpp) tell the planner of rows that come and go.
+tpk::sm90a::Ranks ranks_of(const std::string& collective, const std::vector<int64_t>& shard_rows,
+                           int64_t rank, int64_t m, int64_t n, int64_t k, int64_t out_bytes) {
+  tpk::sm90a::Ranks ranks;
+  if (collective.empty()) return ranks;
+  const bool gather = collective == "all_gather_matmul";
+  const bool sums = collective == "matmul_all_reduce";
+  TPK_REQUIRE(gather || sums || collective == "matmul_reduce_scatter",
+              "streamk_plan: collective must be '', 'all_gather_matmul', 'matmul_reduce_scatter' or "
+              "'matmul_all_reduce', but it is '",
+              collective, "'.");
+  const auto world = static_cast<int64_t>(shard_rows.size());
+  TPK_REQUIRE(world >= 2 && world <= tpk::kMaxRanks && rank >= 0 && rank < world,
+              "streamk_plan: shard_rows must name 2 to ", tpk::kMaxRanks,
+              " ranks, and rank one of them, but there are ", world, " and rank is ", rank, ".");
+  TPK_REQUIRE(out_bytes == 2 || out_bytes == 4, "streamk_plan: out_bytes must be 2 or 4, but it is ",
+              out_bytes, ".");
+  const tpk::protocol::ChunkList chunks = gather ? tpk::ops::gathered_chunks(shard_rows, k)
+                                                 : tpk::ops::departing_chunks(shard_rows, n, out_bytes, sums);
+  ranks.direction = gather ? tpk::sm90a::Direction::kArrival : tpk::sm90a::Direction::kDeparture;
+  ranks.rows.world = static_cast<int32_t>(world);
+  ranks.rows.rank = static_cast<int32_t>(rank);
+  int64_t end = 0;
+  for (int64_t r = 0; r < world; ++r) ranks.rows.row_end[r] = static_cast<int32_t>(end += shard_rows[r]);
+  TPK_REQUIRE(end == m, "streamk_plan: shard_rows must add up to m = ", m, ", but they add up to ", end, ".");
+  if (gather) {
+    ranks.num_chunks = chunks.count;
+    std::copy(chunks.row_end, chunks.row_end + chunks.count, ranks.chunk_end);
+    return ranks;
+  }
+  const auto order = tpk::protocol::leaving_order(chunks, ranks.rows.rank, ranks.rows.world, sums);
+  for (const int32_t c : order) ranks.blocks[ranks.num_blocks++] = {chunks.begin(c), chunks.row_end[c]};
+  return ranks;
+}
+
 std::tuple<std::string, std::vector<int64_t>, double> streamk_plan(
     int64_t batch, int64_t m, int64_t n, int64_t k, const std::string& device, const std::string& schedule,
     int64_t workers, int64_t splits, int64_t multiprocessors, const std::string& tile, bool gated,
-    bool finishes, bool outer_major, const std::vector<int64_t>& group_sizes, const std::string& dtype) {
+    bool finishes, bool outer_major, const std::vector<int64_t>& group_sizes, const std::string& dtype,
+    const std::string& collective, const std::vector<int64_t>& shard_rows, int64_t rank, int64_t out_bytes) {
   TPK_REQUIRE(device == "sm80" || device == "cpu" || device == "sm90-portable" || is_hopper(device),
               "streamk_plan: device must be 'cpu', 'cuda', 'sm80', 'sm90', 'sm90-portable', 'sm90-fp8', "
               "'sm90-fp8-fast' or 'sm90-fp8-blocks', but it is '",
@@ -113,9 +150,18 @@ std::tuple<std::string, std::vector<int64_t>, double> streamk_plan(
   TPK_REQUIRE(group_sizes.empty() || (rows == m && rows <= std::numeric_limits<int32_t>::max()),
               "streamk_plan: group_sizes must add up to m = ", m, ", below 2^31, but they add up to ", rows,
               ".");
+  TPK_REQUIRE(collective.empty() || (batch == 1 && group_sizes.empty()),
+              "streamk_plan: a product with a collective takes no batch and no group_sizes.");
+  const auto ranks = [&] {
+    try {
+      return ranks_of(collective, shard_rows, rank, m, n, k, out_bytes);
+    } catch (const std::invalid_argument& error) {
+      throw std::runtime_error(tpk::ops::sentence("streamk_plan: ", error.what()));
+    }
+  }();
   const auto plan_of = [&](int64_t of_m, int64_t matrices, const tpk::GroupedRows* groups) {
     return find({of_m, n, k, batch}, element, device, schedule, workers, splits, multiprocessors, tile,
-                {gated, gated || finishes, outer_major, matrices, product_of(device)}, groups);
+                {gated, gated || finishes, outer_major, matrices, product_of(device)}, ranks, groups);
   };
   std::vector<Found> launches;
   if (is_half(element) && is_hopper(device)) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -281,6 +282,36 @@ def test_one_graph(backend: str) -> None:
         value = run(x, w, v)
         results.append([value, *torch.autograd.grad(value, (x, w, v))])
     for eager, compiled in zip(*results, strict=True):
+        assert (eager - compiled).norm() <= 1e-3 * eager.norm()
+
+
+@pytest.mark.parametrize("flag", [False, True])
+def test_one_graph_into_main_grad(flag: bool) -> None:
+    """Two passes in flight, for each of two weights; the sums and gradients of eager calls."""
+    x = torch.randn(48, 256, requires_grad=True)
+    weights: list[Any] = [torch.nn.Parameter(torch.randn(size)) for size in ((128, 256), (64, 128))]
+
+    def loss(x: Tensor) -> Tensor:
+        w, v = weights
+        h = torch.relu(tpk.fp8.matmul(x, w.t(), recipe="blockwise", main_grad_of=w))
+        return tpk.fp8.matmul(h, v.t(), recipe="rowwise", main_grad_of=v).square().mean()
+
+    torch._dynamo.reset()
+    results = []
+    for run in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
+        for p in weights:
+            p.grad, p.main_grad = None, torch.ones_like(p)
+            if flag:
+                p.grad_added_to_main_grad = False
+        first, second = run(x), run(x.detach() * 2)
+        second.backward()
+        first.backward()
+        for p in weights:
+            assert (p.grad is not None) == flag and getattr(p, "grad_added_to_main_grad", False) == flag
+        results.append([first, x.grad, *(p.main_grad - 1 for p in weights)])
+        x.grad = None
+    for eager, compiled in zip(*results, strict=True):
+        assert eager.norm() > 0
         assert (eager - compiled).norm() <= 1e-3 * eager.norm()
 
 

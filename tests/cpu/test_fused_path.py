@@ -5,6 +5,8 @@ Values are checked in tests/spawn/test_fused_on_fakes.py.
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import fused_behaviour
 import pytest
 import torch
@@ -17,7 +19,9 @@ from op_checks import on_device
 
 import tpkernels as tpk
 from tpkernels.comm import fused, ranks, runtime, small, workspace
+from tpkernels.comm.auto import Asked
 from tpkernels.errors import ArgumentError, BackendError
+from tpkernels.ops import _plans
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 FUSED = "fused"
@@ -56,9 +60,12 @@ def _opcheck(ctx):
     for op, args in (
         (
             ops.all_gather_matmul,
-            (x, [w, v], [bias], [1], "gelu", 1, None, name, F32, True, True, True, FUSED),
+            (x, [w, v], [bias], [1], "gelu", 1, None, name, F32, True, True, True, FUSED, None, None, None),
         ),
-        (ops.matmul_reduce_scatter, ([y, y], [w, v], bias, None, 1, None, name, None, FUSED)),
+        (
+            ops.matmul_reduce_scatter,
+            ([y, y], [w, v], bias, None, 1, None, name, None, FUSED, None, None, None),
+        ),
     ):
         torch.library.opcheck(op.default, args, test_utils=tests)
 
@@ -180,6 +187,36 @@ def _explained(ctx):
     every = tpk.explain("matmul_all_reduce", large, w.to("meta"), ctx.group, path=FUSED)
     assert every.path == "fused+streamk" and every.transfers.endswith("pushed to all")
     assert tpk.explain("matmul_replicated", x, w, ctx.group).transfers == ""
+
+
+def _plans_explained(ctx):
+    """Of the product that serves other ranks, where there is one, with their rows; else of a whole one."""
+    machine, seen, real = _plans.machine_of, [], _plans.candidates
+
+    def candidates(product, machine):
+        seen.append(product)
+        return real(product, machine)
+
+    _plans.machine_of, _plans.candidates = lambda *_: _plans.Machine("sm90", 132), candidates
+    try:
+        x, w = (torch.empty(shape, dtype=BF16, device="meta") for shape in ((32, 8192), (8192, 4096)))
+        for op, m in (("all_gather_matmul", 32 * ctx.world), ("matmul_reduce_scatter", 32)):
+            for way, path, few in ((None, FUSED, None), ("gather", FUSED, True), (None, "auto", None)):
+                with patch.object(Asked, "way", lambda *_, way=way: way):
+                    told = tpk.explain(op, x, w, ctx.group, path=path)
+                fused_plan = path == FUSED and not few
+                sizes = tpk.shard_sizes(32, ctx.world) if op != "all_gather_matmul" else [32] * ctx.world
+                want = (op, tuple(sizes), ctx.rank, 2) if fused_plan else ("", (), 0, 2)
+                got = seen.pop()
+                assert (got.collective, got.shard_rows, got.rank, got.out_bytes) == want, (op, way, path)
+                assert got.m == m and told.plan["swapped"] != fused_plan, told
+    finally:
+        _plans.machine_of, _plans.candidates = machine, real
+    tpk.all_gather_matmul(torch.ones(6, 8, dtype=BF16), torch.ones(8, 8, dtype=BF16), ctx.group, path=FUSED)
+
+
+def test_plans_are_explained(ranks):
+    ranks.run(on_fakes, _plans_explained, world=2)
 
 
 def _few_rows_explained(ctx):

@@ -294,11 +294,16 @@ def test_opcheck():
     bias = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
     sizes = [4, 0, 5]
     op = ops.grouped_matmul.default
-    torch.library.opcheck(op, (a, b, None, bias, sizes, "gelu", None, True, "auto"))
-    torch.library.opcheck(op, (a, b, None, None, sizes, "none", torch.float32, False, "streamk"))
+    none = (None, None, None)
+    torch.library.opcheck(op, (a, b, None, bias, sizes, "gelu", None, True, "auto", *none))
+    torch.library.opcheck(op, (a, b, None, None, sizes, "none", torch.float32, False, "streamk", *none))
+    into, other = (torch.zeros(3, 5, 4, dtype=torch.float64) for _ in range(2))
+    torch.library.opcheck(op, (a, b, None, bias, sizes, "none", None, False, "auto", [into], [0], [True]))
     gate = torch.randn(3, 4, 5, dtype=torch.float64, requires_grad=True)
     for kept in (True, False):
-        torch.library.opcheck(op, (a, b, gate, None, sizes, "silu", None, kept, "streamk"))
+        for main_grads in (none, ([into], [1], [False]), ([into, other], [0, 1], [True, False])):
+            args = (a, b, gate, None, sizes, "silu", None, kept, "streamk", *main_grads)
+            torch.library.opcheck(op, args)
     for transposed in (False, True):
         torch.library.opcheck(ops.grouped_weight_grad.default, (a, dy, sizes, transposed, "auto"))
     acc = torch.zeros(3, 4, 5, dtype=torch.float64)
@@ -328,6 +333,59 @@ def test_compile_is_one_graph_for_all_sizes():
         assert torch.allclose(out, expected)
         assert all(torch.allclose(x, y, atol=1e-6) for x, y in zip(got, want, strict=True))
     assert len(compiled_for) == 1
+
+
+@pytest.mark.parametrize("flag", [False, True])
+@pytest.mark.parametrize("gated", [False, True])
+def test_compile_into_main_grad(flag, gated):
+    """One graph, and two passes in flight."""
+
+    def run(a, w, gate):
+        weights = [w, gate] if gated else [w]
+        options = {"gate": gate.mT} if gated else {}
+        h = tpk.grouped_matmul(a, w.mT, [4, 0, 5], activation="gelu", main_grad_of=weights, **options)
+        return h.square().sum()
+
+    a = torch.randn(9, 4, requires_grad=True)
+    weights = [torch.nn.Parameter(torch.randn(3, 5, 4)) for _ in range(2)]
+    used = weights[: 1 + gated]
+    for w in used:
+        w.main_grad = torch.zeros(3, 5, 4)
+    torch._dynamo.reset()
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    grads, sums = [], []
+    for f in (run, compiled):
+        for w in used:
+            if flag:
+                w.grad_added_to_main_grad = False
+            w.main_grad.zero_()
+        first, second = f(a, *weights), f(a.detach() * 2, *weights)
+        second.backward()
+        first.backward()
+        for w in used:
+            assert (w.grad is not None) == flag and getattr(w, "grad_added_to_main_grad", False) == flag
+            w.grad = None
+        grads.append(a.grad)
+        sums.append(torch.stack([w.main_grad for w in used]))
+        a.grad = None
+    assert sums[0][:, 0].any(-1).any(-1).all() and sums[0][:, 2].any(-1).any(-1).all()
+    assert torch.allclose(*sums, atol=1e-4) and torch.allclose(*grads, atol=1e-4)
+
+
+def test_compile_into_main_grad_of_the_gate_alone():
+    def run(a, w, gate):
+        return tpk.grouped_matmul(
+            a, w.mT, [4, 0, 5], gate=gate.mT, activation="silu", main_grad_of=[None, gate]
+        ).sum()
+
+    a, (w, gate) = torch.randn(9, 4), (torch.nn.Parameter(torch.randn(3, 5, 4)) for _ in range(2))
+    torch._dynamo.reset()
+    plain = tpk.grouped_matmul(a, w.mT, [4, 0, 5], gate=gate.mT, activation="silu")
+    want = torch.autograd.grad(plain.sum(), [w, gate])
+    gate.main_grad = torch.ones(3, 5, 4)
+    torch.compile(run, fullgraph=True, backend="aot_eager")(a, w, gate).backward()
+    assert gate.grad is None and torch.allclose(gate.main_grad, 1 + want[1], atol=1e-5)
+    assert torch.allclose(w.grad, want[0], atol=1e-5)
 
 
 def test_compile_with_gradients_traced():

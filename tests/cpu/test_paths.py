@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 
 import pytest
@@ -152,6 +153,53 @@ def test_candidates_of_a_gated_product(architecture):
     alone = _plans.plan(_plans.Product(1, 2048, 5120, 8192), machine)
     assert found[0]["predicted_us"] > 1.8 * alone["predicted_us"]
     assert _plans.estimate_us(product) == 2 * _plans.estimate_us(_plans.Product(1, 2048, 5120, 8192))
+
+
+@pytest.mark.parametrize("collective", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
+def test_plans_of_fused_operations(collective):
+    """Tiles that serve other ranks are not swapped, and have room for what others send; the rest is as they travel."""
+    hopper, summing = _plans.Machine("sm90"), collective != "all_gather_matmul"
+    takes = {n for n in _plans.TILES["sm90"] if "s/" not in n and not (summing and "x192x" in n)}
+    for m, n, k in ((64, 4096, 8192), (2048, 6144, 12288), (3, 100, 40)):
+        plain = _plans.Product(1, m, n, k)
+        alone = _plans.plan(plain, hopper)
+        rows = (m - 3 * (m // 4), m // 4, m // 4, m // 4)
+        product = plain._replace(collective=collective, shard_rows=rows, rank=1)
+        found = _plans.candidates(product, hopper)
+        assert {_plans.tile_name(one, hopper) for one in found} == takes
+        assert found[0] == _plans.plan(product, hopper) and _plans.why(product, hopper, found[0])
+        assert found[0]["predicted_us"] > alone["predicted_us"] or m == 3
+        assert _plans.plan(product, _plans.Machine("cpu")) == _plans.plan(plain, _plans.Machine("cpu"))
+    assert _plans.plan(_plans.Product(1, 64, 4096, 8192), hopper)["swapped"]
+    with pytest.raises(RuntimeError, match=r"is swapped: .* no rows of other ranks"):
+        _plans.plan(product, hopper, tile="64x128x64s")
+
+
+def test_a_fused_gather_takes_own_rows_first():
+    product = _plans.Product(1, 2048, 6144, 12288, collective="all_gather_matmul", shard_rows=(512,) * 4)
+    assert _plans.plan(product, _plans.Machine("sm90"))["schedule"] == "own_first"
+    last = product._replace(shard_rows=(2048, 0, 0, 0))  # nothing is waited for
+    assert _plans.plan(last, _plans.Machine("sm90"))["schedule"] != "own_first"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"collective": "all_reduce"}, "collective must be '', 'all_gather_matmul'"),
+        ({"shard_rows": (8,)}, "shard_rows must name 2 to 16 ranks, and rank one of them, but there are 1"),
+        ({"rank": 2}, "there are 2 and rank is 2"),
+        ({"shard_rows": (4, 5)}, "must add up to m = 8, but they add up to 9"),
+        ({"shard_rows": (-1, 9)}, "must not be negative, but rank 0 has -1 rows"),
+        ({"out_bytes": 8}, "out_bytes must be 2 or 4, but it is 8"),
+        ({"batch": 2}, "takes no batch and no group_sizes"),
+        ({"group_sizes": (4, 4)}, "takes no batch and no group_sizes"),
+    ],
+)
+def test_plans_of_fused_operations_refuse(changes, words):
+    product = _plans.Product(1, 8, 64, 64, collective="matmul_all_reduce", shard_rows=(4, 4))
+    _plans.plan(product, _plans.Machine("sm90"))
+    with pytest.raises(RuntimeError, match=re.escape(words)):
+        _plans.plan(product._replace(**changes), _plans.Machine("sm90"))
 
 
 def test_explain_knows_what_follows(monkeypatch):

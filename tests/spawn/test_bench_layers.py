@@ -28,6 +28,7 @@ from bench.suites.train import SUITE as TRAIN
 from tpkernels.testing import RankContext, RankPool
 
 PLAIN = Model(hidden=128, ffn=256, heads=8, kv_heads=8, head_dim=16, layers=2, gated=False)
+GATED_BIASES = replace(PLAIN, gated=True, biases=True)
 WIDE_HEADS = Model(hidden=96, ffn=192, heads=12, kv_heads=6, head_dim=16, layers=2)
 
 
@@ -39,7 +40,7 @@ def two_ranks() -> Iterator[RankPool]:
 
 
 def workload_of(ctx: RankContext, suite: Suite, **options: Any) -> Workload:
-    layer_module._MODELS.update(plain=PLAIN, wide=WIDE_HEADS)
+    layer_module._MODELS.update({"plain": PLAIN, "wide": WIDE_HEADS, "gated-biases": GATED_BIASES})
     given = Options(device="cpu", world=ctx.world, **options)
     group = dist.distributed_c10d._get_default_group()
     context = Context(given, ctx.rank, ctx.world, torch.device("cpu"), group, group)
@@ -77,7 +78,14 @@ def check_variants(
 
 @pytest.mark.parametrize("part", ["mlp", "attention", "block"])
 @pytest.mark.parametrize(
-    ("model", "dtype"), [("tiny", "float32"), ("plain", "bfloat16"), ("wide", "float32")]
+    ("model", "dtype"),
+    [
+        ("tiny", "float32"),
+        ("plain", "bfloat16"),
+        ("wide", "float32"),
+        ("tiny-biases", "float32"),
+        ("gated-biases", "bfloat16"),
+    ],
 )
 def test_layers_are_right(two_ranks: RankPool, part: str, model: str, dtype: str) -> None:
     options = {"ops": (part,), "models": (model,), "dtypes": (dtype,), "rows": (48,), "seed": 3}
@@ -190,6 +198,22 @@ def test_a_wrong_weight_or_gradient_is_found(two_ranks: RankPool, suite: Suite) 
         assert max(two_ranks.run(tamper_weight, suite, variant)) > 1.5, variant
         assert min(two_ranks.run(tamper_gradients, suite, variant, "twice")) > 1.5, variant
     assert min(two_ranks.run(tamper_gradients, suite, "gloo+blas", "no sums")) > 1.5
+
+
+def tamper_bias(ctx: RankContext, variant: str, name: str) -> float:
+    """The same calls, rank 1 without one of its biases."""
+    workload = workload_of(ctx, LAYER, ops=("block",), models=("tiny-biases",))
+    calls = workload.prepare(variant).launch.__self__  # type: ignore[attr-defined]
+    part = next(p for p in calls.implementation.parts if p.name == name)
+    if ctx.rank == 1:
+        part.of(calls.parameters[part.index].data).zero_()
+    return run_all(runnable_of(calls))
+
+
+def test_a_wrong_bias_is_found(two_ranks: RankPool) -> None:
+    for variant in ("gloo+blas", "torch-tp", "ours"):
+        for name in ("attention_norm.bias", "attention.v_proj.bias", "mlp.down_proj.bias"):
+            assert max(two_ranks.run(tamper_bias, variant, name)) > 1.5, (variant, name)
 
 
 def leftovers(ctx: RankContext, part: str, lag: int) -> list[float]:

@@ -145,3 +145,29 @@ def _no_copy_of_what_is_gathered(ctx):
 
 def test_no_copy_of_what_is_gathered(ranks):
     ranks.run(on_fakes, _no_copy_of_what_is_gathered, world=3)
+
+
+@overlaps()
+def _compiled_into_main_grad(ctx):
+    """In a compiled graph too the gather goes beneath the product, and the gradient of the weight to main_grad."""
+    x, w, _ = _calls(ctx)
+    weight = torch.nn.Parameter(w.detach().t().contiguous())
+    weight.main_grad = torch.ones(N, K)
+
+    def loss(x):
+        y = tpk.all_gather_matmul(x, weight.t(), ctx.group, main_grad_of=weight, path="fused")
+        return y.float().sum()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")(x)
+    runtime.active.log.clear()
+    compiled.backward()
+    order = [runtime.active.log.index(step) for step in ("begin gather", "scatter", "end gather")]
+    assert order == sorted(order), runtime.active.log
+    whole = tpk.regions.all_gather(x.detach(), 0, ctx.group).float().sum(0)
+    assert weight.grad is None
+    torch.testing.assert_close(weight.main_grad - 1, whole.expand(N, K), rtol=0, atol=1e-3)
+
+
+def test_compiled_into_main_grad(ranks):
+    ranks.run(on_fakes, _compiled_into_main_grad, world=2, timeout=120)

@@ -1,4 +1,4 @@
-"""Weight gradients in ``main_grad`` on gloo ranks: sums over micro-batches, recomputation, hooks, refusals, compile."""
+"""Weight gradients in ``main_grad`` on gloo ranks: sums over micro-batches, recomputation, hooks, refusals."""
 
 from __future__ import annotations
 
@@ -128,30 +128,7 @@ def check_functions(ctx: RankContext) -> None:
         tpk.matmul_replicated(x, square, ctx.group_name, main_grad_of=square)
 
 
-def check_compiled(ctx: RankContext) -> None:
-    """Without main_grad one graph; with it the graph breaks and the sum is right; fullgraph says why not."""
-    case = checks.cases(ctx.world)[0]
-    layer = checks.make(ctx, case, torch.float32)
-    b = checks.batch(ctx, case, layer, torch.float32)
-
-    def loss(x: torch.Tensor) -> torch.Tensor:
-        return (layer(x * 2) * b.my_dy).sum()
-
-    whole = torch.compile(loss, backend="aot_eager", fullgraph=True)
-    broken = torch.compile(loss, backend="aot_eager")
-    whole(b.my_x).backward()
-    broken(b.my_x).backward()
-    want, layer.weight.grad = layer.weight.grad / 2, None
-    checks.fused(layer)
-    broken(b.my_x).backward()
-    assert layer.weight.grad is None
-    torch.testing.assert_close(layer.weight.main_grad, want)
-    torch._dynamo.reset()  # what was compiled with a break would serve here too
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="main_grad outside of compiled graphs"):
-        whole(b.my_x)
-
-
 @pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("check", [check_asked_in_a_block, check_autocast, check_functions, check_compiled])
+@pytest.mark.parametrize("check", [check_asked_in_a_block, check_autocast, check_functions])
 def test_other(ranks: RankPool, world: int, check: object) -> None:
     ranks.run(check, world=world)

@@ -9,7 +9,7 @@ float32.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,40 +21,40 @@ from tpkernels.ops._groups import Group
 from tpkernels.ops._registry import register
 
 
-def _scaled_matmul(
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    fast_accumulation: bool,
-    path: str,
-) -> Tensor:
-    _product.check("a", a, scale_a, "b", b, scale_b)
-    _product.check_rest(bias, b, out_dtype)
-    layout = _product.layout_of(a, b, scale_a, scale_b, out_dtype, fast_accumulation)
+class _Product(NamedTuple):
+    """Arguments of ``scaled_matmul``."""
+
+    a: Tensor
+    b: Tensor
+    scale_a: Tensor
+    scale_b: Tensor
+    bias: Tensor | None
+    out_dtype: torch.dtype
+    fast_accumulation: bool
+    path: str
+
+    def check(self) -> None:
+        _product.check("a", self.a, self.scale_a, "b", self.b, self.scale_b)
+        _product.check_rest(self.bias, self.b, self.out_dtype)
+
+
+def _scaled_matmul(*args: Any) -> Tensor:
+    call = _Product(*args)
+    call.check()
+    a, b, scale_a, scale_b, bias, out_dtype, fast, path = call
+    layout = _product.layout_of(a, b, scale_a, scale_b, out_dtype, fast)
     choice = _product.choose(_paths.parse(path, a.device.type, distributed=False), a.device, layout)
-    given = (a, b, scale_a, scale_b, bias, out_dtype, fast_accumulation)
+    given = (a, b, scale_a, scale_b, bias, out_dtype, fast)
     choice = _product.settle(choice, *given)
     out = _product.run(choice, *given)
     _paths.record("scaled_matmul", "none", choice.gemm, _product.describe(a, b, layout), choice.why)
     return out
 
 
-def _scaled_matmul_fake(
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    fast_accumulation: bool,
-    path: str,
-) -> Tensor:
-    _product.check("a", a, scale_a, "b", b, scale_b)
-    _product.check_rest(bias, b, out_dtype)
-    return a.new_empty([*a.shape[:-1], b.shape[1]], dtype=out_dtype)
+def _scaled_matmul_fake(*args: Any) -> Tensor:
+    call = _Product(*args)
+    call.check()
+    return call.a.new_empty([*call.a.shape[:-1], call.b.shape[1]], dtype=call.out_dtype)
 
 
 register("scaled_matmul", _scaled_matmul, _scaled_matmul_fake)
@@ -85,59 +85,52 @@ def _note(
     _paths.record(op, transport, plan.choice.gemm, ", ".join(parts), plan.choice.why)
 
 
-def _plan_gather(
-    group: Group,
-    a: Tensor,
-    scale_a: Tensor,
-    bs: Sequence[Tensor],
-    scale_bs: Sequence[Tensor],
-    biases: Sequence[Tensor],
-    bias_of: Sequence[int],
-    gather_dim: int,
-    shard_sizes: Sequence[int] | None,
-    out_dtype: torch.dtype,
-    fast: bool,
-    path: str,
-) -> _Plan:
+class _Gather(NamedTuple):
+    """Arguments of ``all_gather_scaled_matmul``."""
+
+    a_shard: Tensor
+    scale_a: Tensor
+    bs: list[Tensor]
+    scale_bs: list[Tensor]
+    biases: list[Tensor]
+    bias_of: list[int]
+    gather_dim: int
+    shard_sizes: list[int] | None
+    group_name: str
+    out_dtype: torch.dtype
+    fast_accumulation: bool
+    return_gathered: bool
+    path: str
+
+
+def _plan_gather(group: Group, call: _Gather) -> _Plan:
+    a, scale_a, bs, scale_bs = call[:4]
     if len(bs) == 0 or len(bs) != len(scale_bs):
         raise ArgumentError(
             f"b: expected at least one weight, and as many scales, got {len(bs)} and {len(scale_bs)}."
         )
     by_weight: list[Tensor | None] = [None] * len(bs)
-    for i, bias in zip(bias_of, biases, strict=True):
+    for i, bias in zip(call.bias_of, call.biases, strict=True):
         by_weight[i] = bias
     for i, (b, scale_b) in enumerate(zip(bs, scale_bs, strict=True)):
         _product.check("a_shard", a, scale_a, f"b[{i}]", b, scale_b)
-        _product.check_rest(by_weight[i], b, out_dtype, f"biases[{i}]")
-    dim = _checks.check_dim("gather_dim", gather_dim, "a_shard", a)
-    sizes = _groups.gather_sizes(a.shape[dim], shard_sizes, group, "a_shard")
-    layout = _product.layout_of(a, bs[0], scale_a, scale_bs[0], out_dtype, fast)
-    transport, choice = _chosen(group, a, layout, path)
+        _product.check_rest(by_weight[i], b, call.out_dtype, f"biases[{i}]")
+    dim = _checks.check_dim("gather_dim", call.gather_dim, "a_shard", a)
+    sizes = _groups.gather_sizes(a.shape[dim], call.shard_sizes, group, "a_shard")
+    layout = _product.layout_of(a, bs[0], scale_a, scale_bs[0], call.out_dtype, call.fast_accumulation)
+    transport, choice = _chosen(group, a, layout, call.path)
     return _Plan(group, dim, sizes, transport, choice, by_weight)
 
 
-def _all_gather_scaled_matmul(
-    a_shard: Tensor,
-    scale_a: Tensor,
-    bs: list[Tensor],
-    scale_bs: list[Tensor],
-    biases: list[Tensor],
-    bias_of: list[int],
-    gather_dim: int,
-    shard_sizes: list[int] | None,
-    group_name: str,
-    out_dtype: torch.dtype,
-    fast_accumulation: bool,
-    return_gathered: bool,
-    path: str,
-) -> list[Tensor]:
-    group = _groups.resolve(group_name)
-    place = (gather_dim, shard_sizes, out_dtype, fast_accumulation, path)
+def _all_gather_scaled_matmul(*args: Any) -> list[Tensor]:
+    call = _Gather(*args)
+    a_shard, scale_a, bs, scale_bs = call[:4]
+    group = _groups.resolve(call.group_name)
     plan = _agreement.validated(
         "all_gather_scaled_matmul",
         group,
         a_shard,
-        lambda: _plan_gather(group, a_shard, scale_a, bs, scale_bs, biases, bias_of, *place),
+        lambda: _plan_gather(group, call),
         lambda plan: {
             "a_shard's dtype": str(a_shard.dtype),
             "a_shard's shape without gather_dim": [n for d, n in enumerate(a_shard.shape) if d != plan.dim],
@@ -147,17 +140,17 @@ def _all_gather_scaled_matmul(
         },
     )
     data, scale = gathered(a_shard, scale_a, plan.dim, plan.sizes, group)
+    end = (call.out_dtype, call.fast_accumulation)
     made, choices = [], []
     for b, scale_b, bias in zip(bs, scale_bs, plan.biases, strict=True):
-        given = (data, b, scale, scale_b, bias, out_dtype, fast_accumulation)
+        given = (data, b, scale, scale_b, bias, *end)
         choices.append(_product.settle(plan.choice, *given))
         made.append(_product.run(choices[-1], *given))
     layouts = [
-        _product.layout_of(data, b, scale, scale_b, out_dtype, fast_accumulation)
-        for b, scale_b in zip(bs, scale_bs, strict=True)
+        _product.layout_of(data, b, scale, scale_b, *end) for b, scale_b in zip(bs, scale_bs, strict=True)
     ]
     _note("all_gather_scaled_matmul", plan._replace(choice=choices[0]), [(data, b) for b in bs], layouts)
-    if not return_gathered:
+    if not call.return_gathered:
         return made
     return [*made, data, scale.clone() if scale is scale_a else scale]  # an op must not return its argument
 
@@ -170,27 +163,14 @@ def gathered(
     return whole, scale if scale.dim() == 1 else _collectives.all_gather(scale, dim, sizes, group)
 
 
-def _all_gather_scaled_matmul_fake(
-    a_shard: Tensor,
-    scale_a: Tensor,
-    bs: list[Tensor],
-    scale_bs: list[Tensor],
-    biases: list[Tensor],
-    bias_of: list[int],
-    gather_dim: int,
-    shard_sizes: list[int] | None,
-    group_name: str,
-    out_dtype: torch.dtype,
-    fast_accumulation: bool,
-    return_gathered: bool,
-    path: str,
-) -> list[Tensor]:
-    place = (gather_dim, shard_sizes, out_dtype, fast_accumulation, path)
-    plan = _plan_gather(_groups.resolve(group_name), a_shard, scale_a, bs, scale_bs, biases, bias_of, *place)
+def _all_gather_scaled_matmul_fake(*args: Any) -> list[Tensor]:
+    call = _Gather(*args)
+    a_shard, scale_a = call[:2]
+    plan = _plan_gather(_groups.resolve(call.group_name), call)
     rows = list(a_shard.shape[:-1])
     rows[plan.dim] = sum(plan.sizes)
-    made = [a_shard.new_empty([*rows, b.shape[1]], dtype=out_dtype) for b in bs]
-    if not return_gathered:
+    made = [a_shard.new_empty([*rows, b.shape[1]], dtype=call.out_dtype) for b in call.bs]
+    if not call.return_gathered:
         return made
     scales = scale_a.shape if scale_a.dim() == 1 else [*rows, scale_a.shape[-1]]
     return [*made, a_shard.new_empty([*rows, a_shard.shape[-1]]), scale_a.new_empty(scales)]
@@ -199,20 +179,33 @@ def _all_gather_scaled_matmul_fake(
 register("all_gather_scaled_matmul", _all_gather_scaled_matmul, _all_gather_scaled_matmul_fake)
 
 
-def _plan_sum(
-    group: Group,
-    a: Sequence[Tensor],
-    b: Sequence[Tensor],
-    scale_a: Sequence[Tensor],
-    scale_b: Sequence[Tensor],
-    bias: Tensor | None,
-    residual: Tensor | None,
-    out_dtype: torch.dtype,
-    fast: bool,
-    path: str,
-    scatter: tuple[int, Sequence[int] | None] | None,
-) -> tuple[_Plan, list[int]]:
-    """A checked call and this rank's shape; ``scatter``: (dim, sizes), None for an all-reduce."""
+class _Sum(NamedTuple):
+    """Arguments of ``scaled_matmul_reduce_scatter``, and of ``scaled_matmul_all_reduce``: without ``scatter``."""
+
+    a: list[Tensor]
+    b: list[Tensor]
+    scale_a: list[Tensor]
+    scale_b: list[Tensor]
+    bias: Tensor | None
+    residual: Tensor | None
+    scatter: tuple[int, list[int] | None] | None  # the dimension, and the rows of every rank
+    group_name: str
+    out_dtype: torch.dtype
+    fast_accumulation: bool
+    path: str
+
+    @classmethod
+    def scattered(cls, *args: Any) -> _Sum:
+        return cls._make((*args[:6], args[6:8], *args[8:]))
+
+    @classmethod
+    def whole(cls, *args: Any) -> _Sum:
+        return cls._make((*args[:6], None, *args[6:]))
+
+
+def _plan_sum(group: Group, call: _Sum) -> tuple[_Plan, list[int]]:
+    """A checked call and this rank's shape."""
+    a, b, scale_a, scale_b, bias, residual, scatter, _, out_dtype, fast, path = call
     if not len(a) == len(b) == len(scale_a) == len(scale_b) or len(a) == 0:
         counts = ", ".join(str(len(x)) for x in (a, b, scale_a, scale_b))
         raise ArgumentError(
@@ -237,25 +230,14 @@ def _plan_sum(
     return _Plan(group, dim, sizes, transport, choice, [bias]), shape
 
 
-def _summed(
-    op: str,
-    group: Group,
-    a: list[Tensor],
-    b: list[Tensor],
-    scale_a: list[Tensor],
-    scale_b: list[Tensor],
-    bias: Tensor | None,
-    residual: Tensor | None,
-    out_dtype: torch.dtype,
-    fast: bool,
-    path: str,
-    scatter: tuple[int, Sequence[int] | None] | None,
-) -> Tensor:
+def _summed(op: str, call: _Sum) -> Tensor:
+    a, b, scale_a, scale_b, bias, residual, scatter, _, out_dtype, fast, _ = call
+    group = _groups.resolve(call.group_name)
     plan, _ = _agreement.validated(
         op,
         group,
         a[0] if a else torch.empty(0),
-        lambda: _plan_sum(group, a, b, scale_a, scale_b, bias, residual, out_dtype, fast, path, scatter),
+        lambda: _plan_sum(group, call),
         lambda result: {
             "the product's shape": [*a[0].shape[:-1], b[0].shape[1]],
             "the output's dtype": str(out_dtype),
@@ -285,76 +267,18 @@ def _summed(
     return out
 
 
-def _scaled_matmul_reduce_scatter(
-    a: list[Tensor],
-    b: list[Tensor],
-    scale_a: list[Tensor],
-    scale_b: list[Tensor],
-    bias: Tensor | None,
-    residual: Tensor | None,
-    scatter_dim: int,
-    shard_sizes: list[int] | None,
-    group_name: str,
-    out_dtype: torch.dtype,
-    fast_accumulation: bool,
-    path: str,
-) -> Tensor:
-    end = (bias, residual, out_dtype, fast_accumulation, path, (scatter_dim, shard_sizes))
-    group = _groups.resolve(group_name)
-    return _summed("scaled_matmul_reduce_scatter", group, a, b, scale_a, scale_b, *end)
+def _summed_fake(call: _Sum) -> Tensor:
+    _, shape = _plan_sum(_groups.resolve(call.group_name), call)
+    return call.a[0].new_empty(shape, dtype=call.out_dtype)
 
 
-def _scaled_matmul_reduce_scatter_fake(
-    a: list[Tensor],
-    b: list[Tensor],
-    scale_a: list[Tensor],
-    scale_b: list[Tensor],
-    bias: Tensor | None,
-    residual: Tensor | None,
-    scatter_dim: int,
-    shard_sizes: list[int] | None,
-    group_name: str,
-    out_dtype: torch.dtype,
-    fast_accumulation: bool,
-    path: str,
-) -> Tensor:
-    end = (bias, residual, out_dtype, fast_accumulation, path, (scatter_dim, shard_sizes))
-    _, shape = _plan_sum(_groups.resolve(group_name), a, b, scale_a, scale_b, *end)
-    return a[0].new_empty(shape, dtype=out_dtype)
-
-
-def _scaled_matmul_all_reduce(
-    a: list[Tensor],
-    b: list[Tensor],
-    scale_a: list[Tensor],
-    scale_b: list[Tensor],
-    bias: Tensor | None,
-    residual: Tensor | None,
-    group_name: str,
-    out_dtype: torch.dtype,
-    fast_accumulation: bool,
-    path: str,
-) -> Tensor:
-    end = (bias, residual, out_dtype, fast_accumulation, path, None)
-    return _summed("scaled_matmul_all_reduce", _groups.resolve(group_name), a, b, scale_a, scale_b, *end)
-
-
-def _scaled_matmul_all_reduce_fake(
-    a: list[Tensor],
-    b: list[Tensor],
-    scale_a: list[Tensor],
-    scale_b: list[Tensor],
-    bias: Tensor | None,
-    residual: Tensor | None,
-    group_name: str,
-    out_dtype: torch.dtype,
-    fast_accumulation: bool,
-    path: str,
-) -> Tensor:
-    end = (bias, residual, out_dtype, fast_accumulation, path, None)
-    _, shape = _plan_sum(_groups.resolve(group_name), a, b, scale_a, scale_b, *end)
-    return a[0].new_empty(shape, dtype=out_dtype)
-
-
-register("scaled_matmul_reduce_scatter", _scaled_matmul_reduce_scatter, _scaled_matmul_reduce_scatter_fake)
-register("scaled_matmul_all_reduce", _scaled_matmul_all_reduce, _scaled_matmul_all_reduce_fake)
+register(
+    "scaled_matmul_reduce_scatter",
+    lambda *args: _summed("scaled_matmul_reduce_scatter", _Sum.scattered(*args)),
+    lambda *args: _summed_fake(_Sum.scattered(*args)),
+)
+register(
+    "scaled_matmul_all_reduce",
+    lambda *args: _summed("scaled_matmul_all_reduce", _Sum.whole(*args)),
+    lambda *args: _summed_fake(_Sum.whole(*args)),
+)

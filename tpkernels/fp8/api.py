@@ -372,7 +372,6 @@ def _wanted(bs: Sequence[Tensor]) -> tuple[bool, ...]:
     return tuple(torch.is_grad_enabled() and b.requires_grad for b in bs)
 
 
-@torch.compiler.disable(reason="tpkernels adds weight gradients to main_grad outside of compiled graphs only")
 def _into_main_grad(
     function: Callable[..., Any],
     call: Call,
@@ -386,8 +385,4 @@ def _into_main_grad(
         raise ArgumentError(
             "main_grad_of: weight gradients in FP8 cannot be delayed; give the parameter itself, or None."
         )
-    targets = tuple(
-        None if sink is None or b.grad_fn is None else _main_grad.Target(sink, b.grad_fn)
-        for sink, b in zip(sinks, bs, strict=True)
-    )
-    return function(call._replace(targets=targets), a, bs, *rest)
+    return function(call._replace(targets=tuple(_main_grad.targets(bs, sinks))), a, bs, *rest)

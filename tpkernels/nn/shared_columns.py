@@ -20,8 +20,7 @@ from tpkernels.errors import ArgumentError
 from tpkernels.nn._linear import LinearOptions
 from tpkernels.nn.linear import ColumnParallelLinear
 from tpkernels.nn.sharding import Placement, Shard
-from tpkernels.ops import _main_grad
-from tpkernels.ops._main_grad import Sink, checked
+from tpkernels.ops._main_grad import Sink, Target, checked, target_of
 
 __all__ = ["SharedColumnParallelLinear"]
 
@@ -34,19 +33,22 @@ def _sum_over_copies(grad: Tensor, placement: Shard) -> Tensor:
 
 
 class _SumOverCopies(torch.autograd.Function):
-    """The parameter as it is; its gradient is that of all ranks which hold this part, in ``main_grad`` if ``fused``."""
+    """The parameter as it is; its gradient is that of all ranks which hold this part, in ``target`` if there is one."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, placement: Shard, fused: bool) -> Tensor:
-        ctx.placement, ctx.parameter = placement, parameter if fused else None
+    def forward(ctx: Any, parameter: Tensor, placement: Shard, target: Target | None) -> Tensor:
+        ctx.placement, ctx.target = placement, target
         return parameter.view_as(parameter)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
         total = _sum_over_copies(grad, ctx.placement)
-        made = total.contiguous() if ctx.parameter is None else _main_grad.add(ctx.parameter, total)
-        return made, None, None
+        if ctx.target is None:
+            return total.contiguous(), None, None
+        ctx.target.into().mT.add_(total)
+        made = ctx.target.added(total)
+        return None if made is None else made.mT, None, None
 
 
 class SharedColumnParallelLinear(ColumnParallelLinear):
@@ -94,7 +96,8 @@ class SharedColumnParallelLinear(ColumnParallelLinear):
         cut = self._shared
         if parameter is None or cut is None or (parameter is self.weight and self.delay_wgrad):
             return super()._operand(parameter)  # a delayed one is summed when it is made
-        return _SumOverCopies.apply(parameter, cut, parameter is self.weight and self._fuses())
+        fused = parameter is self.weight and self._fuses()
+        return _SumOverCopies.apply(parameter, cut, target_of(parameter) if fused else None)
 
     def _run_delayed(self) -> None:
         cut = self._shared

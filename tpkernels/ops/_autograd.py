@@ -44,8 +44,9 @@ def autograd_kernel(
     if any(argument.has_default_value() for argument in op._schema.arguments):
         raise ValueError(f"{name}: an op with a gradient takes no default arguments, but its schema has some")
     kinds = [str(argument.type) for argument in op._schema.arguments]
-    # A tensor has a gradient of its own, a list of them a list of gradients.
-    places = [(i, kind == "List[Tensor]") for i, kind in enumerate(kinds) if "Tensor" in kind]
+    # A tensor has a gradient of its own, a list of them a list of gradients; a list that may be left out has none.
+    differentiable = ("Tensor", "Optional[Tensor]", "List[Tensor]")
+    places = [(i, kind == "List[Tensor]") for i, kind in enumerate(kinds) if kind in differentiable]
     by_key = {getattr(torch._C.DispatchKey, key): f for key, f in implementations.items()}
     directly: dict[int, Implementation | None] = {}  # by set of keys: keys themselves are slow to look up
     returns_list = str(op._schema.returns[0].type) == "List[Tensor]"

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from tpkernels.comm.gathered import Use, plain
 from tpkernels.ops import _agreement, _checks, _collectives, _groups, _paths
 from tpkernels.ops._gradients import all_gather_grads, at_once, sizes_of
 from tpkernels.ops._groups import Group
-from tpkernels.ops._main_grad import taken
+from tpkernels.ops._main_grad import NOWHERE, taken
 from tpkernels.ops._matmul import weight_grad
 from tpkernels.ops._products import (
     Plan,
@@ -32,31 +32,42 @@ from tpkernels.ops._products import (
     biases_by_weight,
     describe_products,
     grads_wanted,
-    note_products,
     preact_grads,
     run_products,
     validate_products,
 )
 from tpkernels.ops._registry import register
 from tpkernels.ops._remembered import Remembered, signature, signatures
+from tpkernels.ops._settled import note, settled
 
 
-def _plan_gather(
-    group: Group,
-    a_shard: Tensor,
-    bs: Sequence[Tensor],
-    biases: Sequence[Tensor],
-    bias_of: Sequence[int],
-    activation: str,
-    gather_dim: int,
-    sizes: Sequence[int] | None,
-    out_dtype: torch.dtype | None,
-    path: str,
-) -> Plan:
-    by_weight = validate_products("a_shard", a_shard, bs, biases, bias_of, activation)
-    dim = _checks.check_dim("gather_dim", gather_dim, "a_shard", a_shard)
-    rows = _groups.gather_sizes(a_shard.shape[dim], sizes, group, "a_shard")
-    dtype = _checks.check_out_dtype(out_dtype, a_shard.dtype)
+class Call(NamedTuple):
+    """Arguments of the op that its forward pass looks at."""
+
+    a_shard: Tensor
+    bs: list[Tensor]
+    biases: list[Tensor]
+    bias_of: list[int]
+    activation: str
+    gather_dim: int
+    shard_sizes: list[int] | None
+    group_name: str
+    out_dtype: torch.dtype | None
+    return_preact: bool
+    return_gathered: bool
+    save_gathered: bool
+    path: str
+
+
+_FORWARD = len(Call._fields)  # what follows says where gradients go
+
+
+def _plan_gather(group: Group, call: Call) -> Plan:
+    a_shard, path = call.a_shard, call.path
+    by_weight = validate_products("a_shard", a_shard, call.bs, call.biases, call.bias_of, call.activation)
+    dim = _checks.check_dim("gather_dim", call.gather_dim, "a_shard", a_shard)
+    rows = _groups.gather_sizes(a_shard.shape[dim], call.shard_sizes, group, "a_shard")
+    dtype = _checks.check_out_dtype(call.out_dtype, a_shard.dtype)
     transport = _groups.transport_of(group, a_shard.device, "a_shard")
     request = _paths.parse(path, a_shard.device.type, distributed=True)
     total = math.prod(_gathered_shape(a_shard, dim, rows)[:-1])
@@ -71,24 +82,12 @@ def _plan_gather(
 _remembered: Remembered[tuple[Any, ...]] = Remembered()
 
 
-def _planned(
-    group: Group,
-    a_shard: Tensor,
-    bs: Sequence[Tensor],
-    biases: Sequence[Tensor],
-    bias_of: Sequence[int],
-    activation: str,
-    gather_dim: int,
-    sizes: Sequence[int] | None,
-    out_dtype: torch.dtype | None,
-    path: str,
-) -> Plan:
+def _planned(group: Group, call: Call) -> Plan:
     """:func:`_plan_gather`, with what path "auto" needs, remembered."""
+    a_shard, bs, biases, bias_of = call[:4]
 
     def decide() -> tuple[Any, ...]:
-        plan = _plan_gather(
-            group, a_shard, bs, biases, bias_of, activation, gather_dim, sizes, out_dtype, path
-        )
+        plan = _plan_gather(group, call)
         others = math.prod(n for d, n in enumerate(a_shard.shape[:-1]) if d != plan.dim)
         ns = tuple(b.shape[1] for b in bs)
         asked = Asked("all_gather_matmul", (a_shard.shape[-1],), ns, a_shard.dtype, plan.out_dtype)
@@ -99,25 +98,11 @@ def _planned(
 
     transport = _groups.transport_of(group, a_shard.device, "a_shard")
     tensors = signature(a_shard), signatures(bs), signatures(biases), tuple(bias_of)
-    options = activation, gather_dim, None if sizes is None else tuple(sizes), out_dtype, path
-    place = group.rank, group.world, transport, _paths.environment(path), runtime.active
+    sizes = None if call.shard_sizes is None else tuple(call.shard_sizes)
+    options = call.activation, call.gather_dim, sizes, call.out_dtype, call.path
+    place = group.rank, group.world, transport, _paths.environment(call.path), runtime.active
     rest = _remembered.get((tensors, options, place), decide)
     return Plan(group, biases_by_weight(len(bs), biases, bias_of), *rest)
-
-
-def _settled(a_shard: Tensor, plan: Plan) -> Plan:
-    """The plan that path "auto" comes to, and that of a small gather."""
-    if plan.chooses and plan.asked is not None:
-        transport, choice = _paths.choose_fused(
-            plan.asked, plan.rows, plan.group, a_shard.device, plan.transport, plan.choice
-        )
-        plan = plan._replace(transport=transport, choice=choice)
-    if plan.transport != _paths.FUSED or plan.asked is None:
-        return plan
-    way = plan.asked.way(plan.rows)
-    if way is None:
-        return plan
-    return plan._replace(choice=_paths.beside(plan.choice, plan.small, plan.open), way=way)
 
 
 def _gathered_shape(a_shard: Tensor, dim: int, sizes: Sequence[int]) -> list[int]:
@@ -126,29 +111,10 @@ def _gathered_shape(a_shard: Tensor, dim: int, sizes: Sequence[int]) -> list[int
     return shape
 
 
-def gather_over(
-    a_shard: Tensor,
-    bs: list[Tensor],
-    biases: list[Tensor],
-    bias_of: list[int],
-    activation: str,
-    gather_dim: int,
-    shard_sizes: list[int] | None,
-    group_name: str,
-    out_dtype: torch.dtype | None,
-    return_preact: bool,
-    return_gathered: bool,
-    save_gathered: bool,
-    path: str,
-    use: Use | None = None,
-) -> list[Tensor]:
+def gather_over(call: Call, use: Use | None = None) -> list[Tensor]:
     """``tpkernels::all_gather_matmul``; ``use`` is called with what was gathered, where it came to."""
-    group = _groups.resolve(group_name)
-
-    def validate() -> Plan:
-        return _planned(
-            group, a_shard, bs, biases, bias_of, activation, gather_dim, shard_sizes, out_dtype, path
-        )
+    a_shard, bs, activation, return_preact = call.a_shard, call.bs, call.activation, call.return_preact
+    group = _groups.resolve(call.group_name)
 
     def facts(plan: Plan) -> _agreement.Facts:
         other = [n for d, n in enumerate(a_shard.shape) if d != plan.dim]
@@ -162,9 +128,10 @@ def gather_over(
             "path 'auto', and out_dtype": [plan.chooses, plan.chooses and str(plan.out_dtype)],
         }
 
-    plan = _agreement.validated("all_gather_matmul", group, a_shard, validate, facts)
-    plan = _settled(a_shard, plan)
-    want_gathered = return_gathered or save_gathered
+    plan = _agreement.validated("all_gather_matmul", group, a_shard, lambda: _planned(group, call), facts)
+    if changes := settled(plan, a_shard.device):
+        plan = plan._replace(**changes)
+    want_gathered = call.return_gathered or call.save_gathered
     if plan.way is not None:
         gathered = fused.small_gather(group, a_shard, plan.dim, plan.sizes)
     elif plan.transport == _paths.FUSED:
@@ -182,7 +149,7 @@ def gather_over(
             use=use,
         )
         if made is not None:
-            note_products("all_gather_matmul", plan)
+            note("all_gather_matmul", plan)
             return made
         gathered = a_shard.new_empty(_gathered_shape(a_shard, plan.dim, plan.sizes))  # no element
         plan = plan._replace(transport="none")
@@ -196,65 +163,28 @@ def gather_over(
 
 
 def _all_gather_matmul(*args: Any) -> list[Tensor]:
-    return gather_over(*args)
+    return gather_over(Call(*args[:_FORWARD]))
 
 
-def _all_gather_matmul_fake(
-    a_shard: Tensor,
-    bs: list[Tensor],
-    biases: list[Tensor],
-    bias_of: list[int],
-    activation: str,
-    gather_dim: int,
-    shard_sizes: list[int] | None,
-    group_name: str,
-    out_dtype: torch.dtype | None,
-    return_preact: bool,
-    return_gathered: bool,
-    save_gathered: bool,
-    path: str,
-) -> list[Tensor]:
-    plan = _plan_gather(
-        _groups.resolve(group_name),
-        a_shard,
-        bs,
-        biases,
-        bias_of,
-        activation,
-        gather_dim,
-        shard_sizes,
-        out_dtype,
-        path,
-    )
-    shape = _gathered_shape(a_shard, plan.dim, plan.sizes)
-    copies = 2 if return_preact else 1
-    out = [
-        a_shard.new_empty([*shape[:-1], b.shape[1]], dtype=plan.out_dtype) for _ in range(copies) for b in bs
-    ]
-    return [*out, a_shard.new_empty(shape)] if return_gathered or save_gathered else out
+def _all_gather_matmul_fake(*args: Any) -> list[Tensor]:
+    call = Call(*args[:_FORWARD])
+    plan = _plan_gather(_groups.resolve(call.group_name), call)
+    shape, empty = _gathered_shape(call.a_shard, plan.dim, plan.sizes), call.a_shard.new_empty
+    copies = 2 if call.return_preact else 1
+    out = [empty([*shape[:-1], b.shape[1]], dtype=plan.out_dtype) for _ in range(copies) for b in call.bs]
+    return [*out, empty(shape)] if call.return_gathered or call.save_gathered else out
 
 
 def _all_gather_setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    (
-        a_shard,
-        bs,
-        biases,
-        bias_of,
-        activation,
-        dim,
-        sizes,
-        group,
-        _,
-        with_preact,
-        with_gathered,
-        save,
-        path,
-    ) = inputs
+    call = Call(*inputs[:_FORWARD])
+    a_shard, bs, biases, bias_of, activation = call[:5]
+    with_preact, with_gathered, save, path = call[-4:]
     n = len(bs)
     ctx.set_materialize_grads(False)
     ctx.n, ctx.bias_of, ctx.activation = n, list(bias_of), activation
-    ctx.dim, ctx.sizes, ctx.group, ctx.path = dim % a_shard.dim(), sizes, group, path
-    ctx.with_gathered, ctx.targets = with_gathered or save, taken(n)
+    ctx.dim, ctx.sizes = call.gather_dim % a_shard.dim(), call.shard_sizes
+    ctx.group, ctx.path = call.group_name, path
+    ctx.with_gathered, ctx.targets = with_gathered or save, taken(bs, *inputs[_FORWARD:])
     ctx.dtype, ctx.rows = a_shard.dtype, a_shard.shape[ctx.dim]
     recompute = activation != "none" and not with_preact
     wanted = not save and (recompute or any(b.requires_grad for b in bs))  # a frozen weight needs none of it
@@ -317,7 +247,7 @@ def _reduce_scatter_grad(
         left, right = [dy for dy, _ in present], [w for _, w in present]
         sizes = sizes_of(ctx.rows, ctx.sizes, ctx.group)
         end = (ctx.dim, sizes, ctx.group, ctx.dtype, ctx.path)
-        grad = torch.ops.tpkernels.matmul_reduce_scatter(left, right, None, None, *end)
+        grad = torch.ops.tpkernels.matmul_reduce_scatter(left, right, None, None, *end, *NOWHERE)
     if grad_gathered is not None:
         scattered = _scattered(ctx, grad_gathered)
         grad = scattered if grad is None else grad + scattered

@@ -26,7 +26,7 @@ _main_grads: ContextVar[Mapping[int, Tensor]] = ContextVar("_main_grads", defaul
 def main_grads() -> Mapping[int, Tensor]:
     """For the ops: by number of the weight, [K, N], to which its gradient is added instead of being returned.
 
-    Not in their schemas: torch.compile takes no op that both writes and returns lists. It never meets a main_grad.
+    Not in their schemas: torch.compile takes no op that both writes and returns lists. See :func:`_add_gather_grads`.
     """
     return _main_grads.get()
 
@@ -34,6 +34,11 @@ def main_grads() -> Mapping[int, Tensor]:
 def at_once(targets: Targets) -> bool:
     """Whether the ops serve: they have no gradients themselves, and leave none for later."""
     return not torch.is_grad_enabled() and not any(t is not None and t.delayed for t in targets)
+
+
+def any_compiled(targets: Targets) -> bool:
+    """Whether gradients are added in a compiled graph."""
+    return any(t is not None and t.compiled for t in targets)
 
 
 def sizes_of(rows: int, sizes: list[int] | None, group_name: str) -> list[int]:
@@ -53,6 +58,8 @@ def all_gather_grads(
     path: str,
 ) -> tuple[Tensor, Grads]:
     """Of ``a_shard`` and of every weight; there is a ``dy``."""
+    if any_compiled(targets):
+        return _add_gather_grads(dys, a_shard, bs, need_bs, targets, dim, sizes, group_name, path)
     present = [i for i, dy in enumerate(dys) if dy is not None]
     need = _wanted([need_bs[i] for i in present], mine := [targets[i] for i in present])
     place = (dim, sizes_of(a_shard.shape[dim], sizes, group_name), group_name, path)
@@ -63,6 +70,36 @@ def all_gather_grads(
     grads: Grads = [None] * len(bs)
     for i, grad in zip(present, _of_weights(iter(made), need, mine, a_shard), strict=True):
         grads[i] = grad
+    return grad_a, grads
+
+
+def _add_gather_grads(
+    dys: Sequence[Tensor | None],
+    a_shard: Tensor,
+    bs: Sequence[Tensor],
+    need_bs: Sequence[bool],
+    targets: Targets,
+    dim: int,
+    sizes: list[int] | None,
+    group_name: str,
+    path: str,
+) -> tuple[Tensor, Grads]:
+    """:func:`all_gather_grads` in a compiled graph, by the op that adds all gradients of weights to tensors."""
+    present = [i for i, dy in enumerate(dys) if dy is not None]
+    need = _wanted(need_bs, targets)
+    added = [i for i in present if need[i]]
+    into: list[Tensor] = []
+    for i in added:
+        target = targets[i]
+        into.append(torch.zeros_like(bs[i], dtype=a_shard.dtype) if target is None else target.into())
+    grad_a: Tensor = torch.ops.tpkernels.all_gather_matmul_grads_into(
+        [dy for dy in dys if dy is not None], a_shard, [bs[i] for i in present], into,
+        [present.index(i) for i in added], dim, sizes_of(a_shard.shape[dim], sizes, group_name), group_name, path,
+    )  # fmt: skip
+    grads: Grads = [None] * len(bs)
+    for i, made in zip(added, into, strict=True):
+        target = targets[i]
+        grads[i] = made if target is None else target.added(a_shard)
     return grad_a, grads
 
 

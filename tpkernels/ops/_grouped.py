@@ -161,6 +161,7 @@ def _implementation(
     out_dtype: torch.dtype | None,
     return_preact: bool,
     path: str,
+    *_: Any,
 ) -> list[Tensor]:
     dtype = _validate(a, b, gate, bias, group_sizes, activation, out_dtype)
     choice = choose_grouped(path, a.device, a, b, group_sizes, gate)
@@ -305,6 +306,7 @@ def _fake(
     out_dtype: torch.dtype | None,
     return_preact: bool,
     path: str,
+    *_: Any,
 ) -> list[Tensor]:
     dtype = _validate(a, b, gate, bias, group_sizes, activation, out_dtype)
     kept = 0 if not return_preact else 1 if gate is None else 2
@@ -312,10 +314,10 @@ def _fake(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    a, b, gate, bias, sizes, activation, _, return_preact, path = inputs
+    a, b, gate, bias, sizes, activation, _, return_preact, path, *into = inputs
     ctx.set_materialize_grads(False)
     ctx.sizes, ctx.activation, ctx.path, ctx.has_bias = sizes, activation, path, bias is not None
-    ctx.targets = _main_grad.taken(1 if gate is None else 2)
+    ctx.targets = _main_grad.taken([b] if gate is None else [b, gate], *into)
     keep_bias = bias if activation != "none" and not return_preact else None
     ctx.save_for_backward(a, b, gate, keep_bias, *output[1:])
 
@@ -324,7 +326,7 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     need_a, need_b, _, need_bias = ctx.needs_input_grad[:4]
     a, b, gate, bias, *kept = ctx.saved_tensors
     if gate is not None:
-        return *_gated_grads(ctx, grads, a, b, gate, kept), *(None,) * 6
+        return _gated_grads(ctx, grads, a, b, gate, kept)
     grad = preact_grad(
         grads[0],
         grads[1] if kept else None,
@@ -340,7 +342,7 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
             grad_b = _weight_grad(a, grad, b, ctx.sizes, ctx.path, ctx.targets[0])
         if ctx.has_bias and need_bias:
             grad_bias = torch.stack([part.sum(0) for part in grad.split(ctx.sizes)]) if ctx.sizes else None
-    return grad_a, grad_b, None, grad_bias, None, None, None, None, None
+    return grad_a, grad_b, None, grad_bias
 
 
 def _gated_grads(
@@ -379,7 +381,9 @@ def product(
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """The grouped product as an op, for use in backward formulas."""
-    out: list[Tensor] = _ops.grouped_matmul(a, b, None, bias, sizes, "none", out_dtype, False, path)
+    out: list[Tensor] = _ops.grouped_matmul(
+        a, b, None, bias, sizes, "none", out_dtype, False, path, *_main_grad.NOWHERE
+    )
     return out[0]
 
 

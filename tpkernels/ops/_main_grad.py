@@ -13,8 +13,16 @@ The convention is that of Megatron-LM (``gradient_accumulation_fusion``) and Tra
 
 ``Delayed`` in place of a parameter leaves the gradient for later (:mod:`tpkernels.ops._delayed`).
 
-An operation's schema has no place for such a tensor. What a call gives is handed to the operation's ``setup_context``
-on the same thread, and stays on its node of the autograd graph; ``main_grad`` is looked up in the backward pass.
+What a call gives is handed to the operation's ``setup_context`` on the same thread, and stays on its node of the
+autograd graph; ``main_grad`` is looked up in the backward pass. A graph that torch.compile makes has no parameters, but
+tensors: there ``main_grad`` is looked up in the forward pass, at every call, and is an argument of the operation, as
+are ``main_grad_of``, its weight's number, and ``stand_ins``, whether that gets a gradient of zeros. Different then:
+
+- ``grad_added_to_main_grad`` is True from the forward pass on.
+- The compiled backward pass adds to ``main_grad`` also where ``torch.autograd.grad`` asks for other gradients alone.
+- A gradient that is left for later breaks the graph.
+- torch 2.11 does not notice a ``main_grad`` that a parameter gets when its graph is made already: give it one before,
+  make the layer with ``gradient_accumulation_fusion=True``, or call ``torch._dynamo.reset()``.
 """
 
 from __future__ import annotations
@@ -107,10 +115,15 @@ def _stand_in(parameter: Any) -> Tensor | None:
 
 
 class Target(NamedTuple):
-    """Where the gradient of ``b``, which is the parameter's ``.t()``, goes; ``node`` is b's in the autograd graph."""
+    """Where the gradient of ``b``, which is the parameter's ``.t()``, goes; ``node`` is b's in the autograd graph.
 
-    sink: Tensor | Delayed
+    In a compiled graph, whose backward pass makes all gradients, there are ``main_grad`` and ``stand_in`` instead.
+    """
+
+    sink: Tensor | Delayed | None
     node: Any
+    main_grad: Tensor | None = None
+    stand_in: bool = False
 
     def add(self, left: Tensor, right: Tensor, path: str) -> Tensor | None:
         """Takes ``left @ right``; returns what ``b`` gets for a gradient."""
@@ -119,16 +132,20 @@ class Target(NamedTuple):
         if isinstance(self.sink, Delayed):
             self.sink.later(self.sink.parameter, self.sink.fused, left, right, path)
             return None
-        grad = accumulate(self.sink, left, right, path)
-        return None if grad is None else grad.t().to(left.dtype)
+        torch.ops.tpkernels.matmul_accumulate(left, right, self.into(), path)
+        return self.added(left)
 
     def into(self) -> Tensor:
         """``main_grad.mT``, for those who add to it themselves. Not where the gradient is delayed."""
-        return checked(self.parameter).detach().mT
+        main_grad = checked(self._parameter()) if self.main_grad is None else self.main_grad
+        return main_grad.detach().mT
 
     def added(self, like: Tensor) -> Tensor | None:
         """What ``b`` gets for a gradient when that was added to :meth:`into`."""
-        grad = _stand_in(self.parameter)
+        if self.main_grad is None:
+            grad = _stand_in(self._parameter())
+        else:
+            grad = torch.zeros_like(self.main_grad, dtype=like.dtype) if self.stand_in else None
         return None if grad is None else grad.mT.to(like.dtype)
 
     @property
@@ -136,12 +153,17 @@ class Target(NamedTuple):
         return isinstance(self.sink, Delayed)
 
     @property
-    def parameter(self) -> Tensor:
-        return self.sink.parameter if isinstance(self.sink, Delayed) else self.sink
+    def compiled(self) -> bool:
+        """Whether ``main_grad`` is an argument of the operation."""
+        return self.main_grad is not None
+
+    def _parameter(self) -> Tensor:
+        assert isinstance(self.sink, Tensor)
+        return self.sink
 
     def wanted(self) -> bool:
         """Whether this backward pass makes the gradient, as opposed to torch.autograd.grad(loss, [x])."""
-        if not torch._C._will_engine_execute_node(self.node):
+        if self.node is not None and not torch._C._will_engine_execute_node(self.node):
             return False
         if torch.is_grad_enabled():
             raise ArgumentError(
@@ -151,11 +173,11 @@ class Target(NamedTuple):
         return True
 
 
-def _how(sink: Tensor | Delayed) -> str:
+def _how(sink: Sink | None) -> str:
     return "delayed" if isinstance(sink, Delayed) else "added to main_grad"
 
 
-def _way_out(sink: Tensor | Delayed) -> str:
+def _way_out(sink: Sink | None) -> str:
     if isinstance(sink, Delayed):
         return "set layer.delay_wgrad = False before the forward pass"
     return (
@@ -166,9 +188,32 @@ def _way_out(sink: Tensor | Delayed) -> str:
 _handed: ContextVar[Sequence[Target | None]] = ContextVar("_handed", default=())
 
 
-def taken(count: int) -> list[Target | None]:
-    """For ``setup_context``: one entry per weight of the call that is being made."""
-    return list(_handed.get()) or [None] * count
+NOWHERE = (None, None, None)  # main_grads, main_grad_of and stand_ins of a call that adds to none
+
+
+def taken(
+    bs: Sequence[Tensor],
+    main_grads: Sequence[Tensor] | None,
+    main_grad_of: Sequence[int] | None,
+    stand_ins: Sequence[bool] | None,
+) -> list[Target | None]:
+    """For ``setup_context``, with the last arguments of the call that is being made: one entry per weight."""
+    made = list(_handed.get()) or [None] * len(bs)
+    for main_grad, i, stand_in in zip(main_grads or (), main_grad_of or (), stand_ins or (), strict=True):
+        _save_unversioned(main_grad)
+        made[i] = Target(None, None, main_grad, stand_in)
+    return made
+
+
+def _save_unversioned(main_grad: Tensor) -> None:
+    """Others may add to it between the passes: a graph that is being made is to save it without its version.
+
+    What torch (2.11 to 2.14) does for tensors that an autograd.Function keeps in ``ctx`` without save_for_backward.
+    """
+    from torch.fx.experimental.proxy_tensor import _get_proxies
+
+    for proxy in _get_proxies(main_grad):
+        proxy.node.meta["saved_tensor_with_no_vc_check"] = True
 
 
 Parameters = Sink | Sequence[Sink | None] | None
@@ -203,17 +248,49 @@ def listed(main_grad_of: Parameters, bs: Sequence[Tensor]) -> list[Sink | None] 
 
 def call(op: Callable[..., Any], args: Sequence[Any], parameters: list[Sink | None] | None) -> Any:
     """``op(*args)``, whose second argument is the list of weights; ``parameters``: what :func:`listed` returned."""
-    return op(*args) if parameters is None else _call(op, args, parameters)
+    if parameters is None:
+        return op(*args, *NOWHERE)
+    if torch.compiler.is_compiling() and not any(isinstance(p, Delayed) for p in parameters):
+        return op(*args, *_as_arguments(args[1], parameters))
+    return _call(op, args, parameters)
 
 
-@torch.compiler.disable(reason="tpkernels adds weight gradients to main_grad outside of compiled graphs only")
+def targets(bs: Sequence[Tensor], parameters: Sequence[Sink | None]) -> list[Target | None]:
+    """One entry per weight, for an operation that keeps them on its node itself."""
+    if not torch.compiler.is_compiling():
+        return [
+            None if p is None or b.grad_fn is None else Target(p, b.grad_fn)
+            for p, b in zip(parameters, bs, strict=True)
+        ]
+    made: list[Target | None] = [None] * len(bs)
+    for main_grad, i, stand_in in zip(*_as_arguments(bs, parameters), strict=True):
+        made[i] = Target(None, None, main_grad, stand_in)
+    return made
+
+
+def target_of(parameter: Tensor) -> Target:
+    """For those who make the gradient of a parameter, a leaf, themselves."""
+    given = targets([parameter], [parameter])[0] if torch.compiler.is_compiling() else None
+    return given or Target(parameter, None)
+
+
+def _as_arguments(
+    bs: Sequence[Tensor], parameters: Sequence[Any]
+) -> tuple[list[Tensor], list[int], list[bool]]:
+    """``main_grads``, ``main_grad_of`` and ``stand_ins``."""
+    number = [i for i, b in enumerate(bs) if parameters[i] is not None and b.requires_grad]
+    stand_ins = [hasattr(parameters[i], "grad_added_to_main_grad") for i in number]
+    if torch.is_grad_enabled():
+        for i, stand_in in zip(number, stand_ins, strict=True):
+            if stand_in:
+                parameters[i].grad_added_to_main_grad = True
+    return [parameters[i].main_grad for i in number], number, stand_ins
+
+
+@torch.compiler.disable(reason="tpkernels leaves weight gradients for later outside of compiled graphs only")
 def _call(op: Callable[..., Any], args: Sequence[Any], parameters: list[Sink | None]) -> Any:
-    targets = [
-        None if p is None or b.grad_fn is None else Target(p, b.grad_fn)
-        for p, b in zip(parameters, args[1], strict=True)
-    ]
-    token = _handed.set(targets)
+    token = _handed.set(targets(args[1], parameters))
     try:
-        return op(*args)
+        return op(*args, *NOWHERE)
     finally:
         _handed.reset(token)

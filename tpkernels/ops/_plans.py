@@ -62,14 +62,15 @@ SCALED_TILES = tuple(
 _SCALED = "sm90-fp8"
 
 
-
 class Product(NamedTuple):
     """``batch`` products of [m, k] and [k, n].
 
     gated: a gate [k, n] beside the right factor, in one call of Stream-K. finishes: bias, residual, activation, a
     stored pre-activation, or sums into the output follow (so they do where it is gated). outer_major: K is contiguous
     in neither factor. group_sizes: of a grouped product, as many factors [k, n] for m rows in all. dtype: of the
-    factors, as torch.ops.tpkernels.streamk_plan names it.
+    factors, as torch.ops.tpkernels.streamk_plan names it. collective, shard_rows, rank and
+    out_bytes: of a rank's part of that fused operation, whose rows, of every rank, come or go, and of an element of
+    the result; the Hopper kernel alone has such plans.
     """
 
     batch: int
@@ -81,6 +82,10 @@ class Product(NamedTuple):
     outer_major: bool = False
     group_sizes: tuple[int, ...] = ()
     dtype: str = "bfloat16"
+    collective: str = ""
+    shard_rows: tuple[int, ...] = ()
+    rank: int = 0
+    out_bytes: int = 2
 
 
 class Machine(NamedTuple):
@@ -177,9 +182,10 @@ def is_hopper(machine: Machine) -> bool:
     return machine.architecture == "sm90" or machine.architecture.startswith(_SCALED)
 
 
-def tiles_of(product: Product, machine: Machine, serves_ranks: bool = False) -> list[str]:
+def tiles_of(product: Product, machine: Machine) -> list[str]:
     """Tiles that a product may get. The Hopper kernel halves the columns of a gated one, in multiples of 64; its
-    swapped tiles are for one product, whose rows no other rank waits for (``serves_ranks``) or sends.
+    swapped tiles are for one product, whose rows no other rank waits for or sends. Adding what others send has no room
+    beside 192 columns.
     """
     if machine.architecture.startswith(_SCALED):
         return list(SCALED_TILES)
@@ -188,8 +194,10 @@ def tiles_of(product: Product, machine: Machine, serves_ranks: bool = False) -> 
         names = WIDE_TILES.get(product.dtype, names)
     if machine.architecture != "sm90":
         return list(names)
-    if product.group_sizes or serves_ranks:
+    if product.group_sizes or product.collective:
         names = tuple(name for name in names if "s/" not in name)
+    if product.collective not in ("", "all_gather_matmul"):
+        names = tuple(name for name in names if name.split("x")[1] != "192")
     if product.gated:
         names = tuple(name for name in names if int(name.split("x")[1]) % 128 == 0)
     return list(names)

@@ -13,6 +13,7 @@ from tpkernels.errors import ArgumentError
 from tpkernels.ops import _checks, _gemm, _paths
 from tpkernels.ops._groups import Group
 from tpkernels.ops._matmul import preact_grad, product, sum_rows
+from tpkernels.ops._settled import note
 
 
 class Plan(NamedTuple):
@@ -91,20 +92,13 @@ def run_products(
     ]
     if products[0].choice is not None:  # tuning may have chosen; each product for itself, the first is told
         plan = plan._replace(choice=products[0].choice)
-    note_products(op, plan)
+    note(op, plan)
     return [p.out for p in products] + [kept for p in products for kept in p.kept]
 
 
 def describe_products(a: Tensor, bs: Sequence[Tensor], rows: int | None = None) -> str:
     """Sizes for a path record; ``rows`` where they are not those of ``a``."""
     return ", ".join(_gemm.describe(a, b, rows=rows) for b in bs)
-
-
-def note_products(op: str, plan: Plan) -> None:
-    """Record what ran."""
-    detail = plan.detail if plan.way is None else f"{plan.detail}; {plan.way}"
-    transport = plan.transport if plan.group.world > 1 else "none"
-    _paths.record(op, transport, plan.choice.gemm, detail, plan.choice.why)
 
 
 def preact_grads(

@@ -27,12 +27,15 @@ from tpkernels.comm import beneath, fused
 from tpkernels.comm.faults import Reported
 from tpkernels.comm.gathered import Use, plain
 from tpkernels.ops import _agreement, _checks, _collectives, _gemm, _groups, _paths
-from tpkernels.ops._gradients import at_once, scatter_grads
-from tpkernels.ops._main_grad import taken
+from tpkernels.ops._gradients import any_compiled, at_once, scatter_grads
+from tpkernels.ops._main_grad import NOWHERE, taken
 from tpkernels.ops._matmul import product, sum_rows, weight_grad
 from tpkernels.ops._products import grads_wanted
-from tpkernels.ops._reduce_plan import Plan, own_shape, plan_of, planned, settled
+from tpkernels.ops._reduce_plan import Call, Plan, own_shape, plan_of, planned
 from tpkernels.ops._registry import below, register
+from tpkernels.ops._settled import note, settled
+
+_FORWARD = len(Call._fields)  # arguments of the op; what follows says where gradients go
 
 
 def _partial(plan: Plan, as_: Sequence[Tensor], bs: Sequence[Tensor]) -> tuple[Tensor, Plan]:
@@ -48,19 +51,8 @@ def _partial(plan: Plan, as_: Sequence[Tensor], bs: Sequence[Tensor]) -> tuple[T
     return first.out, plan if first.choice is None else plan._replace(choice=first.choice)
 
 
-def _note(op: str, plan: Plan) -> None:
-    detail = plan.detail if plan.way is None else f"{plan.detail}; {plan.way}"
-    transport = plan.transport if plan.group.world > 1 else "none"
-    _paths.record(op, transport, plan.choice.gemm, detail, plan.choice.why)
-
-
-def _facts(
-    as_: Sequence[Tensor],
-    bs: Sequence[Tensor],
-    plan: Plan,
-    bias: Tensor | None,
-    residual: Tensor | None,
-) -> dict[str, object]:
+def _facts(call: Call, plan: Plan) -> dict[str, object]:
+    as_, bs, bias, residual = call[:4]
     return {
         "a's dtype": str(as_[0].dtype),
         "the product's shape": plan.shape,
@@ -73,36 +65,25 @@ def _facts(
     }
 
 
-def reduce_scatter_over(
-    a: list[Tensor],
-    b: list[Tensor],
-    bias: Tensor | None,
-    residual: Tensor | None,
-    scatter_dim: int,
-    shard_sizes: list[int] | None,
-    group_name: str,
-    out_dtype: torch.dtype | None,
-    path: str,
-    shard: Tensor | None = None,
-    use: Use | None = None,
-) -> Tensor:
+def reduce_scatter_over(call: Call, shard: Tensor | None = None, use: Use | None = None) -> Tensor:
     """``tpkernels::matmul_reduce_scatter``. ``use`` is called with ``shard``, which has as many rows as the result,
     gathered: beneath the product where that can be."""
-    group = _groups.resolve(group_name)
-
-    op, place = "matmul_reduce_scatter", (scatter_dim, shard_sizes)
+    a, b, bias, residual = call[:4]
+    group = _groups.resolve(call.group_name)
+    op = "matmul_reduce_scatter"
     plan = _agreement.validated(
         op,
         group,
         _sample(a),
-        lambda: planned(op, group, a, b, bias, residual, out_dtype, path, place),
+        lambda: planned(op, group, call),
         lambda plan: {
-            **_facts(a, b, plan, bias, residual),
+            **_facts(call, plan),
             "scatter_dim": plan.dim,
             "shard_sizes (or those that None stands for)": plan.sizes,
         },
     )
-    plan = settled(plan, a[0].device)
+    if changes := settled(plan, a[0].device):
+        plan = plan._replace(**changes)
     used = False
     if plan.way is not None:
         with Reported("matmul_reduce_scatter", group):
@@ -112,69 +93,50 @@ def reduce_scatter_over(
             )
     elif plan.transport == _paths.FUSED:
         # Whole, before a gather begins that peers would wait for: what is refused, or finds no memory, is so here.
-        call = fused.prepared_reduce_scatter(
+        prepared = fused.prepared_reduce_scatter(
             group, a, b, bias, residual, plan.dim, plan.sizes, out_dtype=plan.out_dtype
         )
         if shard is not None and use is not None and beneath.fits(group, shard, plan.dim, plan.sizes):
             used = True
             _paths.record("all_gather", _paths.FUSED, "none")
             with beneath.gathered(group, shard, plan.dim, plan.sizes, use):
-                call.launch()
+                prepared.launch()
         else:
-            call.launch()
-        out = call.result()
+            prepared.launch()
+        out = prepared.result()
     else:
         partial, plan = _partial(plan, a, b)
         out = _collectives.reduce_scatter(
             partial, plan.dim, plan.sizes, group, plan.out_dtype, bias=bias, residual=residual
         )
-    _note("matmul_reduce_scatter", plan)
+    note("matmul_reduce_scatter", plan)
     if shard is not None and use is not None and not used:
         gather = below("all_gather", shard.device)
-        use(plain(gather(shard, plan.dim, plan.sizes, group_name, False)))
+        use(plain(gather(shard, plan.dim, plan.sizes, call.group_name, False)))
     return out
 
 
 def _matmul_reduce_scatter(*args: Any) -> Tensor:
-    return reduce_scatter_over(*args)
+    return reduce_scatter_over(Call(*args[:_FORWARD]))
 
 
-def _matmul_reduce_scatter_fake(
-    a: list[Tensor],
-    b: list[Tensor],
-    bias: Tensor | None,
-    residual: Tensor | None,
-    scatter_dim: int,
-    shard_sizes: list[int] | None,
-    group_name: str,
-    out_dtype: torch.dtype | None,
-    path: str,
-) -> Tensor:
-    plan = plan_of(_groups.resolve(group_name), a, b, bias, out_dtype, path, (scatter_dim, shard_sizes))
+def _matmul_reduce_scatter_fake(*args: Any) -> Tensor:
+    call = Call(*args[:_FORWARD])
+    plan = plan_of(_groups.resolve(call.group_name), call)
     shape = own_shape(plan)
-    _checks.check_residual(residual, shape, plan.out_dtype, a[0])
-    return a[0].new_empty(shape, dtype=plan.out_dtype)
+    _checks.check_residual(call.residual, shape, plan.out_dtype, call.a[0])
+    return call.a[0].new_empty(shape, dtype=plan.out_dtype)
 
 
-def _matmul_all_reduce(
-    a: list[Tensor],
-    b: list[Tensor],
-    bias: Tensor | None,
-    residual: Tensor | None,
-    group_name: str,
-    out_dtype: torch.dtype | None,
-    path: str,
-) -> Tensor:
-    group = _groups.resolve(group_name)
-
+def _matmul_all_reduce(*args: Any) -> Tensor:
+    call = Call.all_reduce(*args[: _FORWARD - 2])
+    a, b, bias, residual = call[:4]
+    group, op = _groups.resolve(call.group_name), "matmul_all_reduce"
     plan = _agreement.validated(
-        "matmul_all_reduce",
-        group,
-        _sample(a),
-        lambda: planned("matmul_all_reduce", group, a, b, bias, residual, out_dtype, path, None),
-        lambda plan: _facts(a, b, plan, bias, residual),
+        op, group, _sample(a), lambda: planned(op, group, call), lambda plan: _facts(call, plan)
     )
-    plan = settled(plan, a[0].device)
+    if changes := settled(plan, a[0].device):
+        plan = plan._replace(**changes)
     if plan.way is not None:
         with Reported("matmul_all_reduce", group):
             way = plan.way
@@ -185,22 +147,15 @@ def _matmul_all_reduce(
     else:
         partial, plan = _partial(plan, a, b)
         out = _collectives.all_reduce_sum(partial, group, plan.out_dtype, bias=bias, residual=residual)
-    _note("matmul_all_reduce", plan)
+    note("matmul_all_reduce", plan)
     return out
 
 
-def _matmul_all_reduce_fake(
-    a: list[Tensor],
-    b: list[Tensor],
-    bias: Tensor | None,
-    residual: Tensor | None,
-    group_name: str,
-    out_dtype: torch.dtype | None,
-    path: str,
-) -> Tensor:
-    plan = plan_of(_groups.resolve(group_name), a, b, bias, out_dtype, path, None)
-    _checks.check_residual(residual, plan.shape, plan.out_dtype, a[0])
-    return a[0].new_empty(plan.shape, dtype=plan.out_dtype)
+def _matmul_all_reduce_fake(*args: Any) -> Tensor:
+    call = Call.all_reduce(*args[: _FORWARD - 2])
+    plan = plan_of(_groups.resolve(call.group_name), call)
+    _checks.check_residual(call.residual, plan.shape, plan.out_dtype, call.a[0])
+    return call.a[0].new_empty(plan.shape, dtype=plan.out_dtype)
 
 
 def _sample(a: Sequence[Tensor]) -> Tensor:
@@ -213,8 +168,8 @@ def _wanted(a: Sequence[Tensor], b: Sequence[Tensor]) -> list[Tensor | None]:
 
 
 def _scatter_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    a, b, _, residual, dim, sizes, group, _, path = inputs
-    ctx.n, ctx.has_residual, ctx.targets = len(a), residual is not None, taken(len(b))
+    a, b, _, residual, dim, sizes, group, _, path, *into = inputs
+    ctx.n, ctx.has_residual, ctx.targets = len(a), residual is not None, taken(b, *into)
     ctx.dim, ctx.sizes, ctx.group, ctx.path = dim % a[0].dim(), sizes, group, path
     ctx.dtype, ctx.rows = a[0].dtype, a[0].shape[ctx.dim]
     ctx.save_for_backward(*_wanted(a, b), *b)
@@ -231,7 +186,8 @@ def _scatter_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     dy = grad.to(ctx.dtype)
     need_as, need_bs, need_bias = ctx.needs_input_grad[:3]  # nested as the inputs are
     grad_residual = grad if ctx.has_residual else None
-    if any(need_as) and at_once(ctx.targets) and all(a is not None for a in as_):
+    serves = at_once(ctx.targets) and not any_compiled(ctx.targets)
+    if any(need_as) and serves and all(a is not None for a in as_):
         made = scatter_grads(
             dy, as_, bs, (need_as, need_bs, need_bias), ctx.targets, ctx.dim, sizes, ctx.group, ctx.path
         )
@@ -243,7 +199,7 @@ def _scatter_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         wants_whole = any(need_bs) or need_bias
         end = (ctx.dim, sizes, ctx.group, None, False, wants_whole, False, ctx.path)
         products = torch.ops.tpkernels.all_gather_matmul(
-            dy, [bs[i].t() for i in wanted], [], [], "none", *end
+            dy, [bs[i].t() for i in wanted], [], [], "none", *end, *NOWHERE
         )
         whole = products.pop() if wants_whole else None
         for i, value in zip(wanted, products, strict=True):
@@ -259,8 +215,8 @@ def _scatter_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 
 def _all_reduce_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    a, b, _, residual, _, _, path = inputs
-    ctx.n, ctx.has_residual, ctx.path, ctx.targets = len(a), residual is not None, path, taken(len(b))
+    a, b, _, residual, _, _, path, *into = inputs
+    ctx.n, ctx.has_residual, ctx.path, ctx.targets = len(a), residual is not None, path, taken(b, *into)
     ctx.dtype = a[0].dtype
     ctx.save_for_backward(*_wanted(a, b), *b)
 

@@ -16,7 +16,7 @@ from tpkernels.ops import _checks, _gemm, _groups, _paths
 from tpkernels.ops._groups import Group
 from tpkernels.ops._remembered import Remembered, signature, signatures
 
-__all__ = ["Plan", "own_shape", "plan_of", "planned", "settled"]
+__all__ = ["Call", "Plan", "own_shape", "plan_of", "planned"]
 
 
 class Plan(NamedTuple):
@@ -38,16 +38,28 @@ class Plan(NamedTuple):
     detail: str = ""  # sizes of the products
 
 
-def plan_of(
-    group: Group,
-    as_: Sequence[Tensor],
-    bs: Sequence[Tensor],
-    bias: Tensor | None,
-    out_dtype: torch.dtype | None,
-    path: str,
-    scatter: tuple[int, Sequence[int] | None] | None,
-) -> Plan:
-    """Check everything; ``scatter`` is (dim, sizes) for a reduce-scatter, None for an all-reduce."""
+class Call(NamedTuple):
+    """Arguments of ``matmul_reduce_scatter`` that its forward pass looks at."""
+
+    a: list[Tensor]
+    b: list[Tensor]
+    bias: Tensor | None
+    residual: Tensor | None
+    scatter_dim: int | None  # None: an all-reduce, every rank gets all rows
+    shard_sizes: list[int] | None
+    group_name: str
+    out_dtype: torch.dtype | None
+    path: str
+
+    @classmethod
+    def all_reduce(cls, *args: Any) -> Call:
+        """Of the arguments of ``matmul_all_reduce``."""
+        return cls._make((*args[:4], None, None, *args[4:]))
+
+
+def plan_of(group: Group, call: Call) -> Plan:
+    """Check everything but the residual."""
+    as_, bs, bias = call.a, call.b, call.bias
     if len(as_) == 0 or len(as_) != len(bs):
         raise ArgumentError(
             f"a, b: expected as many operands as weights, at least one, got {len(as_)} and {len(bs)}."
@@ -66,13 +78,13 @@ def plan_of(
     a, b = as_[0], bs[0]
     shape = [*a.shape[:-1], b.shape[1]]
     _checks.check_bias("bias", bias, b.shape[1], "a", a)
-    dtype = _checks.check_out_dtype(out_dtype, a.dtype)
+    dtype = _checks.check_out_dtype(call.out_dtype, a.dtype)
     dim, sizes = 0, []
-    if scatter is not None:
-        dim = _checks.check_dim("scatter_dim", scatter[0], "a", a)
-        sizes = _groups.scatter_sizes(shape[dim], scatter[1], group, "a")
+    if call.scatter_dim is not None:
+        dim = _checks.check_dim("scatter_dim", call.scatter_dim, "a", a)
+        sizes = _groups.scatter_sizes(shape[dim], call.shard_sizes, group, "a")
     transport = _groups.transport_of(group, a.device, "a")
-    request = _paths.parse(path, a.device.type, distributed=True)
+    request = _paths.parse(call.path, a.device.type, distributed=True)
     transport = _paths.choose_transport(
         request,
         transport,
@@ -91,25 +103,17 @@ def plan_of(
 _remembered: Remembered[tuple[Any, ...]] = Remembered()
 
 
-def planned(
-    op: str,
-    group: Group,
-    as_: Sequence[Tensor],
-    bs: Sequence[Tensor],
-    bias: Tensor | None,
-    residual: Tensor | None,
-    out_dtype: torch.dtype | None,
-    path: str,
-    scatter: tuple[int, Sequence[int] | None] | None,
-) -> Plan:
+def planned(op: str, group: Group, call: Call) -> Plan:
     """:func:`plan_of`, with what path "auto" needs, remembered; checks the residual too."""
+    as_, bs, scatters = call.a, call.b, call.scatter_dim is not None
 
     def decide() -> tuple[Any, ...]:
-        plan = plan_of(group, as_, bs, bias, out_dtype, path, scatter)
-        shape = plan.shape if scatter is None else own_shape(plan)
-        _checks.check_residual(residual, shape, plan.out_dtype, as_[0])
+        plan = plan_of(group, call)
+        _checks.check_residual(
+            call.residual, own_shape(plan) if scatters else plan.shape, plan.out_dtype, as_[0]
+        )
         asked = Asked(op, tuple(a.shape[-1] for a in as_), (bs[0].shape[1],), as_[0].dtype, plan.out_dtype)
-        if scatter is None:
+        if not scatters:
             rows = _groups.shard_sizes(math.prod(plan.shape[:-1]), group.world)
         else:
             others = math.prod(n for d, n in enumerate(plan.shape[:-1]) if d != plan.dim)
@@ -119,26 +123,11 @@ def planned(
         return plan._replace(asked=asked, rows=rows, chooses=chooses, detail=detail)[1:]
 
     transport = _groups.transport_of(group, (as_[0].device if len(as_) > 0 else torch.device("cpu")), "a")
-    tensors = signatures(as_), signatures(bs), signature(bias), signature(residual)
-    dim, sizes = (None, None) if scatter is None else scatter
-    options = op, dim, None if sizes is None else tuple(sizes), out_dtype, path
-    place = group.rank, group.world, transport, _paths.environment(path), runtime.active
+    tensors = signatures(as_), signatures(bs), signature(call.bias), signature(call.residual)
+    sizes = None if call.shard_sizes is None else tuple(call.shard_sizes)
+    options = op, call.scatter_dim, sizes, call.out_dtype, call.path
+    place = group.rank, group.world, transport, _paths.environment(call.path), runtime.active
     return Plan(group, *_remembered.get((tensors, options, place), decide))
-
-
-def settled(plan: Plan, device: torch.device) -> Plan:
-    """The plan that path "auto" comes to, and that of a small sum."""
-    if plan.chooses and plan.asked is not None:
-        transport, choice = _paths.choose_fused(
-            plan.asked, plan.rows, plan.group, device, plan.transport, plan.choice
-        )
-        plan = plan._replace(transport=transport, choice=choice)
-    if plan.transport != _paths.FUSED or plan.asked is None:
-        return plan
-    way = plan.asked.way(plan.rows)
-    if way is None:
-        return plan
-    return plan._replace(choice=_paths.beside(plan.choice, plan.small, plan.open), way=way)
 
 
 def own_shape(plan: Plan) -> list[int]:

@@ -13,9 +13,9 @@ Semantics shared by all of them:
 - Arrays of other libraries (NumPy, CuPy, JAX) are taken through DLPack, without a copy, on CuPy's current stream;
   results are of that library, or torch tensors if one of the arguments is one.
 - ``main_grad_of`` is the parameter whose ``.t()`` is ``b``, or one (or None) per weight: the gradient of ``b`` is then
-  added to the parameter's ``main_grad`` in the product itself, in float32, and ``b`` gets none. What that asks for is
-  in :mod:`tpkernels.ops._main_grad`; what it cannot do: ``create_graph``, and ``torch.compile(fullgraph=True)``, which
-  raises (without fullgraph the call breaks the graph and runs eagerly).
+  added to the parameter's ``main_grad`` in the product itself, in float32, and ``b`` gets none. What that asks for, and
+  what is different under ``torch.compile``, is in :mod:`tpkernels.ops._main_grad`; ``create_graph`` cannot be combined
+  with it.
 - ``path`` forces an implementation (see :mod:`tpkernels.ops._paths`); ``"auto"`` may be overridden by the
   environment variable ``TPK_PATH``. ``tpkernels.last_path()`` tells what ran.
 - With ``TPK_AUTOTUNE=1``, or inside ``tpkernels.autotune()``, path "auto" takes what was timed to be the fastest, and

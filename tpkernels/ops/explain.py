@@ -39,7 +39,8 @@ class Explanation:
             predicted time), whether or not the path uses it; None where no such kernel takes this dtype. A cluster
             counts as one tile and one worker. With a gate the Hopper kernel gives half of a tile's columns to it, the
             others make two products of this plan; predicted for both. Where gradients make a gated ``matmul``
-            compute its products apart (see ``save_preact``), it is the plan of one.
+            compute its products apart (see ``save_preact``), it is the plan of one. On path "fused" it is that of this
+            rank, with the rows that come from others, or go to them; predicted with what is waited for.
         plan_why: why that plan cuts tiles, or does not.
         candidates: predicted times of the best plans of other tiles, and of cuBLAS where there is an estimate, cheapest
             first: (microseconds, what).
@@ -181,6 +182,10 @@ def explain(op: str, a: Any, b: Any, group: _groups.GroupLike = None, **options:
         product = product._replace(outer_major=operand.stride(-1) != 1 and weight.stride(-1) == 1)
     if device == "cuda":
         product = product._replace(dtype=_plans.dtype_name(operand.dtype))
+    if members is not None and prefix == f"{_paths.FUSED}+" and way is None and op in described.OPS:
+        product = product._replace(
+            collective=op, shard_rows=tuple(rows), rank=members.rank, out_bytes=out.element_size()
+        )
     machine = _plans.machine_of(device, operand.device, product.dtype)
     plans = _plans.candidates(product, machine)
     plan_why = _plans.why(product, machine, plans[0])

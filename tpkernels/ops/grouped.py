@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,9 +77,9 @@ def grouped_matmul(
     name = activation or "none"
     keep = api.keeps_preact(name, save_preact, a, b, gate, bias, gated=gate is not None)
 
-    def call(a: Tensor, bs: Sequence[Tensor]) -> list[Tensor]:
+    def call(a: Tensor, bs: Sequence[Tensor], *into: Any) -> list[Tensor]:
         out: list[Tensor] = torch.ops.tpkernels.grouped_matmul(
-            a, *bs, *([None] * (2 - len(bs))), bias, sizes, name, out_dtype, keep, path
+            a, *bs, *([None] * (2 - len(bs))), bias, sizes, name, out_dtype, keep, path, *into
         )
         return out
 

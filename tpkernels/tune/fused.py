@@ -193,12 +193,9 @@ def _tried(
         return []
     on = _plans.machine_of(device.type, device)
     n = max(b.shape[1] for b in rights)
+    # Predicted as if no rank waited: every rank's list has to be the same.
     product = _plans.Product(1, sum(rows), n, sum(a.shape[1] for a in lefts))
-    names = _plans.tiles_of(product, on, serves_ranks=True)
-    if (
-        op != choice.GATHER and on.architecture == "sm90"
-    ):  # adding what others send has no room beside 192 columns
-        names = [name for name in names if name.split("x")[1] != "192"]
+    names = _plans.tiles_of(product._replace(collective=op), on)
     names.sort(key=lambda name: float(_plans.plan(product, on, tile=name)["predicted_us"]))
     return [Plan(), *(Plan("auto", name) for name in names), Plan("data_parallel", names[0])][:_MOST]
 
