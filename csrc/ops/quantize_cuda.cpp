@@ -168,8 +168,6 @@ Tensor counters(const Tensor& x, QuantizeParams& p, int64_t element_bytes, cudaS
   Tensor memory = torch::stable::new_empty(x, {words}, ScalarType::Int);
   p.column_peaks = static_cast<uint32_t*>(memory.data_ptr());
   p.tickets = p.column_peaks + p.columns;
-  const char* mib = std::getenv("TPKQ_GROUP");
-  const int64_t kGroupBytes = int64_t{mib ? atoi(mib) : 8} << 20;
   const int64_t strip_bytes = p.rows * kQuantizeBlock * element_bytes;
   p.group = static_cast<int32_t>(std::clamp<int64_t>(kGroupBytes / strip_bytes, 1, p.column_tiles));
   check_cuda(cudaMemsetAsync(p.column_peaks, 0, static_cast<size_t>(words) * 4, stream), "cudaMemsetAsync");

@@ -1,4 +1,4 @@
-"""Quantisation to FP8: one pass for the largest values, one for the rest.
+"""Quantisation to FP8.
 
     scaling              elements that share a scale     scales of x [..., K]
     tensorwise           all                             [1]
@@ -15,8 +15,9 @@ made as the product of amax with the reciprocal.
 - Where amax is infinite or NaN the scale is NaN, and with it every product that these elements have a part in: an
   overflow shows, and is never hidden by clamping.
 
-``tpkernels.reference.fp8`` says the same in NumPy; tests compare bit for bit. (In graphs that torch.compile makes for a
-GPU, reciprocals are not correctly rounded: where scales are no powers of two, values may differ in their last bit.)
+``tpkernels.reference.fp8`` says the same in NumPy; tests compare bit for bit. On GPUs kernels do it (:mod:`._kernels`). Where there
+are none, graphs that torch.compile makes for a GPU do not round reciprocals correctly: if scales are no powers of two,
+values may differ in their last bit.
 """
 
 from __future__ import annotations

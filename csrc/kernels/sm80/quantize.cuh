@@ -3,9 +3,10 @@
 // A CTA reads a square of 128 x 128 elements into registers, and from there finds the largest values of its
 // rows' and columns' blocks, and of all, makes scales, and writes the square and the transposed one. So what
 // is quantised along rows and along columns, by scales of its own each, is read once. All loads of a thread
-// are under way together, and three CTAs of a multiprocessor (fp32: two) overlap, which is as fast as memory.
+// are under way together, and two to four CTAs of a multiprocessor overlap, which is as fast as memory.
 #pragma once
 
+#include "comm/flags.cuh"
 #include "kernels/sm80/quantize_source.cuh"
 
 namespace tpk::sm80 {
@@ -22,7 +23,7 @@ struct Part {
 
   uint4 units[kParts][4];
   float scales[S::kScaled ? kParts : 1][4];  // of the source's rows
-  bool rounds;                               // FP8 times these as bfloat16: not all are exact
+  bool rounds;                               // FP8 times these as bfloat16: not all of them exact
 
   static __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % kLanes; }
   static __device__ __forceinline__ int column() { return lane() * S::kCount; }
@@ -123,10 +124,13 @@ __device__ __forceinline__ uint32_t peak_of(const uint4& unit) {
 // Over the first `lanes` lanes of aligned groups of a warp.
 template <class S, int kLanes>
 __device__ __forceinline__ uint32_t peak_of_lanes(uint32_t peak) {
-  if constexpr (kLanes == 32) return __reduce_max_sync(~0u, S::all_bits(peak));
+  if constexpr (kLanes == 32) {
+    return __reduce_max_sync(~0u, S::all_bits(peak));
+  } else {
 #pragma unroll
-  for (int d = kLanes / 2; d > 0; d /= 2) peak = S::larger(peak, __shfl_xor_sync(~0u, peak, d));
-  return S::all_bits(peak);
+    for (int d = kLanes / 2; d > 0; d /= 2) peak = S::larger(peak, __shfl_xor_sync(~0u, peak, d));
+    return S::all_bits(peak);
+  }
 }
 
 template <class S>
@@ -310,7 +314,9 @@ __device__ __forceinline__ void write_turned(const QuantizeParams& p, int row_ti
 }
 
 template <class S>
-constexpr int kCtas = S::kCount == 4 ? 2 : 3;      // of a multiprocessor
+constexpr int kCtas = S::kCount == 4   ? 2
+                      : S::kCount == 8 ? 3
+                                       : 4;        // of a multiprocessor
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890  // conversions to FP8 are functions, which take registers
 template <class S>
 constexpr int kStripCtas = 2;
@@ -370,17 +376,16 @@ __global__ void __launch_bounds__(kQuantizeThreads, kStripCtas<S>)
   int pending = -1;
   const auto tell = [&] {
     if (pending < 0) return;
-    __threadfence();
-    atomicAdd(p.tickets + 1 + pending, 1u);
+    comm::add_release<comm::Scope::kGpu>(p.tickets + 1 + pending, 1u);
     pending = -1;
   };
-  uint32_t next = threadIdx.x == 0 ? atomicAdd(p.tickets, 1u) : 0;
+  uint32_t next = threadIdx.x == 0 ? comm::take_ticket(p.tickets) : 0;
 #pragma unroll 1
   for (;;) {
     __syncthreads();  // nobody needs shared memory any more, and all have sent what they found
     if (threadIdx.x == 0) {
       ticket = next;
-      next = atomicAdd(p.tickets, 1u);
+      next = comm::take_ticket(p.tickets);
     }
     __syncthreads();
     // Find 0, find 1, write 0, find 2, write 1, ..., write the last.
@@ -407,9 +412,9 @@ __global__ void __launch_bounds__(kQuantizeThreads, kStripCtas<S>)
       continue;
     }
     if (threadIdx.x == 0) {
-      const volatile uint32_t* const arrived = p.tickets + 1 + column_tile;
-      while (*arrived < static_cast<uint32_t>(p.row_tiles)) __nanosleep(32);
-      __threadfence();
+      const uint32_t* const arrived = p.tickets + 1 + column_tile;
+      const auto all = static_cast<uint32_t>(p.row_tiles);
+      while (comm::load_acquire<comm::Scope::kGpu>(arrived) < all) __nanosleep(32);
     }
     __syncthreads();
     if (threadIdx.x < kQuantizeBlock) {
@@ -425,11 +430,13 @@ __global__ void __launch_bounds__(kQuantizeThreads, kStripCtas<S>)
   if (threadIdx.x == 0) tell();
 }
 
+template <int kThreads>  // of a CTA
+constexpr int kRowsThreads = kThreads < kQuantizeThreads ? kQuantizeThreads : kThreads;
+
 // kHeld units of a row stay in a thread's registers, kThreads of which have a row; what lies behind is read
 // again.
 template <class S, Fp8Format kTo, int kThreads, int kHeld>
-__global__ void __launch_bounds__(
-    kThreads<kQuantizeThreads ? kQuantizeThreads : kThreads, kThreads> kQuantizeThreads ? 2 : 4)
+__global__ void __launch_bounds__(kRowsThreads<kThreads>, 1024 / kRowsThreads<kThreads>)
     quantize_rows(const __grid_constant__ QuantizeParams p) {
   constexpr int kStep = kThreads * S::kCount;
   const int t = static_cast<int>(threadIdx.x) % kThreads;
