@@ -108,8 +108,8 @@ class DeviceCache {
 
  private:
   // Looked up by views of the strings, without a copy: std::less<> compares the two.
-  using Key = std::tuple<int64_t, int64_t, int64_t, int64_t, Element, int, int, Residency::OfTiles, int64_t, int64_t,
-                         std::string, std::string>;
+  using Key = std::tuple<int64_t, int64_t, int64_t, int64_t, Element, int, int, Residency::OfTiles, int64_t,
+                         int64_t, std::string, std::string>;
   static constexpr size_t kMostPlans = 4096;
   std::mutex mutex_;
   std::map<int, DeviceFacts> devices_;
