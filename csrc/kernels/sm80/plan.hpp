@@ -49,7 +49,7 @@ inline std::string tile_names(Element e) {
 inline GemmPlan plan_gemm(const Problem& p, Element element, Generation generation, int64_t multiprocessors,
                           std::string_view schedule, int64_t workers, int64_t splits, std::string_view tile,
                           const Residency& residency) {
-  detail::check_extent("k", p.k, 0);
+  tpk::detail::check_extent("k", p.k, 0);
   GemmPlan best;
   bool found = false;
   const std::span<const TileShape> shapes = tile_shapes(element);
