@@ -60,12 +60,18 @@ void check_tile(int m, int n, int k) {
                                                                  warp / Config::kWarpsM * Config::kWarpN);
     Loader<kA, Config::kBM, Config::kStageK, Config::kElementBytes, Config::kThreads> loader_a;
     Loader<kB, Config::kBN, Config::kStageK, Config::kElementBytes, Config::kThreads> loader_b;
-    loader_a.start(from_a, 0, m);
-    loader_b.start(from_b, 0, n);
+    const uint32_t stages = shared_address(dynamic_shared());
+    GemmParams p;
+    p.a = from_a;
+    p.b = from_b;
+    p.problem = {m, n, k, 1};
+    WorkItem item{};
+    item.stages = (k + Config::kStageK - 1) / Config::kStageK;
+    item.last_stage = k - (item.stages - 1) * Config::kStageK;
+    start_segment<Config>(p, item, loader_a, loader_b, stages);
     Accumulators<Config> acc;
     clear<Config>(acc);
-    mainloop<Config>(acc, loader_a, loader_b, reader_a, reader_b, from_a, from_b,
-                     shared_address(dynamic_shared()), (k + Config::kStageK - 1) / Config::kStageK, k);
+    mainloop<Config>(acc, p, loader_a, loader_b, reader_a, reader_b, stages, item.stages, item.last_stage);
     auto* const staged = reinterpret_cast<Sum*>(dynamic_shared());
     for (int part = 0; part < Config::kParts; ++part) {
       __syncthreads();

@@ -1,11 +1,12 @@
 // The portable Stream-K GEMM: D = A * B on tensor cores of sm_80 and later (mma.sync, cp.async), or in plain
 // fp32; fp32 sums, fp64 ones of fp64 operands.
 //
-// Contract. The kernel follows tpk::Schedule: a CTA takes a ticket, walks that worker's segments in time
-// order, and takes the next ticket when it is done, so any number of CTAs finishes any schedule. A segment
-// that does not end its tile leaves its partial sums in a slot; the segment with the tile's last K adds the
-// partials in K order and runs the epilogue. Waits are for lower tickets only, and bounded. The result
-// depends on the schedule, not on timing.
+// Contract. The kernel follows tpk::Schedule: a CTA is the worker of its number and walks that worker's
+// segments in time order. A segment that does not end its tile leaves its partial sums in a slot; the segment
+// with the tile's last K adds the partials in K order and runs the epilogue. Waits are for lower workers
+// only, and bounded. The device starts the CTAs of a grid in the order of their numbers, which CUB's scans
+// count on as well, so whom a CTA waits for runs or has ended, however few fit at a time. The result depends
+// on the schedule, not on timing.
 #pragma once
 
 #include "kernels/sm80/epilogue.cuh"
@@ -22,6 +23,12 @@ template <class Tile, OperandLayout kLayout>
 constexpr int kMinCtas =
     kLayout == OperandLayout::kStrided && Tile::kMinCtas > 1 ? Tile::kMinCtas * 3 / 4 : Tile::kMinCtas;
 
+// Whether segments are loaded while the one before is stored. It takes registers, which tiles of half
+// precision and of plain fp32 have not. Outputs of the former are rounded, and take the way by shared memory,
+// as a rule.
+template <class Tile>
+constexpr bool kOverlaps = Tile::kElement == Element::kFp64 || Tile::kElement == Element::kTf32;
+
 template <class Tile, OperandLayout kLayoutA, OperandLayout kLayoutB>
 __global__ void __launch_bounds__(Tile::kThreads, kMinCtas<Tile, kLayoutA>)
     streamk_gemm_kernel(const __grid_constant__ GemmParams p) {
@@ -36,41 +43,50 @@ __global__ void __launch_bounds__(Tile::kThreads, kMinCtas<Tile, kLayoutA>)
   const uint32_t stages = shared_address(shared);
   const FragmentReader<Tile, FragmentOrder::kA, kLayoutA> reader_a(lane, warp_m * Tile::kWarpM);
   const FragmentReader<Tile, FragmentOrder::kB, kLayoutB> reader_b(lane, warp_n * Tile::kWarpN);
-  const WorkItem& item = state.item;
 
+  // What depends on nothing but parameters may run while earlier kernels still do.
+  if (threadIdx.x == 0) ::new (state.walker) Walker(static_cast<int32_t>(blockIdx.x));
+  fetch_segment<Tile>(p, &state, 0);
+  allow_later_kernels();
   wait_for_earlier_kernels();
-  if (threadIdx.x == 0) {
-    state.has_ticket = false;
-    state.next_tile = blockIdx.x;
-  }
-  while (next_segment<Tile>(p, &state)) {
-    Loader<kLayoutA, Tile::kBM, Tile::kStageK, Tile::kElementBytes, Tile::kThreads> loader_a;
-    Loader<kLayoutB, Tile::kBN, Tile::kStageK, Tile::kElementBytes, Tile::kThreads> loader_b;
-    loader_a.start(p.a, item.a_offset, static_cast<int>(min64(Tile::kBM, p.problem.m - item.m)));
-    loader_b.start(p.b, item.b_offset, static_cast<int>(min64(Tile::kBN, p.problem.n - item.n)));
+  __syncthreads();
+  if (state.item[0].stages == 0) return;
+  Loader<kLayoutA, Tile::kBM, Tile::kStageK, Tile::kElementBytes, Tile::kThreads> loader_a;
+  Loader<kLayoutB, Tile::kBN, Tile::kStageK, Tile::kElementBytes, Tile::kThreads> loader_b;
+  start_segment<Tile>(p, state.item[0], loader_a, loader_b, stages);
 
+  int now = 0;
+  bool has_next;
+  do {
+    const WorkItem& item = state.item[now];
+    now = now < 2 ? now + 1 : 0;
+    const WorkItem& next = state.item[now];
+    fetch_segment<Tile>(p, &state, now);  // while the first stage is under way
     Accumulators<Tile> acc;
     clear<Tile>(acc);
-    mainloop<Tile>(acc, loader_a, loader_b, reader_a, reader_b, p.a, p.b, stages, item.stages, item.k_left);
+    mainloop<Tile>(acc, p, loader_a, loader_b, reader_a, reader_b, stages, item.stages, item.last_stage);
+    __syncthreads();  // all warps have read their last stage
+    has_next = next.stages > 0;
+    // Where nothing else needs the stages' memory, the next segment's loads are under way during what
+    // follows.
+    const bool needs_memory = !kOverlaps<Tile> || (item.slot < 0 && !p.plain);
+    if (has_next && !needs_memory) start_segment<Tile>(p, next, loader_a, loader_b, stages);
 
     if (item.slot >= 0) {
       publish_partial<Tile>(p, item.slot, acc);
-      continue;
-    }
-    if (item.first_slot >= 0) add_partials<Tile>(p, item.first_slot, item.end_slot, acc);
-    Sum* const staged = reinterpret_cast<Sum*>(shared);
-#pragma unroll 1
-    for (int part = 0; part < Tile::kParts; ++part) {
-      __syncthreads();  // all warps have read their last stage, or the part before
-      if (part == 0) {
-        stage_part<Tile>(acc, staged, 0);
+    } else {
+      if (item.first_slot >= 0) add_partials<Tile>(p, item.first_slot, item.end_slot, acc);
+      if (p.plain) {
+        store_plain<Tile>(p, item, acc);
       } else {
-        stage_part<Tile>(acc, staged, Tile::kParts - 1);
+        store_staged<Tile>(p, item, acc, reinterpret_cast<Sum*>(shared));
       }
-      __syncthreads();
-      store_part<Tile>(p, item, staged, part);
     }
-  }
+    if (has_next && needs_memory) {
+      __syncthreads();  // all warps have read what was staged
+      start_segment<Tile>(p, next, loader_a, loader_b, stages);
+    }
+  } while (has_next);
 }
 
 template <class Tile, OperandLayout kLayoutA, OperandLayout kLayoutB>

@@ -20,8 +20,6 @@ __device__ __forceinline__ int thread_index_anew() {
   return x;
 }
 
-__device__ __forceinline__ int ctas_of_grid() { return static_cast<int>(gridDim.x); }
-
 // A launch may start before those that it depends on have ended (entry.cpp asks for it from Hopper on): it
 // waits for them, and may let those behind it start.
 __device__ __forceinline__ void allow_later_kernels() {
@@ -35,14 +33,25 @@ __device__ __forceinline__ void wait_for_earlier_kernels() {
 #endif
 }
 
+// See comm/flags.cuh: the same for words of 64 bits, between CTAs of a device.
+__device__ __forceinline__ void store_release(uint64_t* word, uint64_t value) {
+  asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+}
+__device__ __forceinline__ uint64_t load_acquire(const uint64_t* word) {
+  uint64_t value;
+  asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+  return value;
+}
+
 __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
 // Copies the first `bytes` (0 ... 16) of 16 bytes and zero-fills the rest; with bytes = 0 nothing is read, so
-// the source may lie anywhere. Asynchronous: visible to this thread after cp_async_wait.
+// the source may lie anywhere. Asynchronous: visible to this thread after cp_async_wait. What lies beside it
+// is brought to the L2 as well: a row's next stage.
 __device__ __forceinline__ void cp_async_16(uint32_t shared, const void* global, int bytes) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes)
+  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes)
                : "memory");
 }
 
