@@ -1,9 +1,10 @@
-// What the portable kernel's work costs, by element and tile: see host/cost_model.hpp for how it is put
-// together.
+// What the portable kernel's work costs, by element and tile. Rough on purpose: it has to rank tiles, schedules and
+// splits, not to tell time.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
+#include <span>
 
 #include "host/cost_model.hpp"
 #include "kernels/sm80/config.hpp"
@@ -16,55 +17,95 @@ inline Generation generation_of(int compute_capability_major) {
   return compute_capability_major >= 9 ? Generation::kHopper : Generation::kAmpere;
 }
 
-// Microseconds.
+// Microseconds. r CTAs that share a multiprocessor take max(alone, r * share) for an iteration of each.
 struct TileCost {
   double alone;     // one iteration of a CTA that has a multiprocessor to itself
-  double share;     // of a multiprocessor's time, where CTAs fill it: r of them take max(alone, r * share)
-  double epilogue;  // one tile
-  double partial;   // a partial tile written, or waited for and added
+  double share;     // of a multiprocessor's time
+  double epilogue;  // one tile, of a CTA alone
+  double busy;      // of a multiprocessor's time, beside the iterations of one tile
+  double partial;   // a partial tile written, or read and added
 };
 
-// Fitted by hand to one run on an H200 (squares 128 to 8192, data-parallel, split-K and hybrid with each
-// tile): the times that decide between those agree within some 5 %. Not fitted: more than a few CTAs a tile.
-constexpr double kLaunchUs = 4.1;  // launch, and the first stages
-// What plans cost whose CTAs wait for each other: words are cleared in front of the launch, tickets are
-// drawn, and segments are looked for in the schedule.
-constexpr double kClearUs = 6.2;
+struct MachineCost {
+  double launch_us;     // launch, and the first stages
+  double cut_us;        // more where CTAs wait for each other
+  double bytes_per_us;  // of the device's memory
+};
+
+constexpr MachineCost kMachineHopper{3.0, 1.0, 4.0e6};
+constexpr MachineCost kMachineAmpere{3.0, 1.0, 1.6e6};  // an estimate
+constexpr const MachineCost& machine_cost(Generation g) {
+  return g == Generation::kAmpere ? kMachineAmpere : kMachineHopper;
+}
 
 // In the order of TilesOf<>.
 constexpr TileCost kHalfHopper[] = {
-    {0.62, 0.62, 4.8, 2.5}, {0.42, 0.335, 3.6, 1.5}, {0.156, 0.108, 0.8, 0.6}};
-constexpr TileCost kTf32Hopper[] = {{0.67, 0.67, 4.8, 2.5}, {0.215, 0.13, 0.8, 0.6}};
-constexpr TileCost kFp32Hopper[] = {{1.67, 1.67, 5.0, 1.5}, {0.525, 0.44, 0.8, 0.6}};
-constexpr TileCost kFp64Hopper[] = {{1.10, 1.10, 5.6, 2.5}, {0.40, 0.325, 1.0, 0.8}};
-
-inline const TileCost& tile_cost(Element e, int tile) {
-  switch (e) {
-    case Element::kTf32:
-      return kTf32Hopper[tile];
-    case Element::kFp32:
-      return kFp32Hopper[tile];
-    case Element::kFp64:
-      return kFp64Hopper[tile];
-    default:
-      return kHalfHopper[tile];
-  }
-}
+    {0.62, 0.62, 4.8, 1.0, 2.5}, {0.42, 0.335, 3.6, 1.0, 1.5}, {0.156, 0.108, 0.8, 0.2, 0.6}};
+constexpr TileCost kTf32Hopper[] = {{0.67, 0.67, 4.8, 1.0, 2.5}, {0.215, 0.13, 0.8, 0.2, 0.6}};
+constexpr TileCost kFp32Hopper[] = {{1.67, 1.67, 5.0, 1.0, 1.5}, {0.525, 0.44, 0.8, 0.2, 0.6}};
+constexpr TileCost kFp64Hopper[] = {{1.10, 1.10, 5.6, 1.0, 2.5}, {0.40, 0.325, 1.0, 0.2, 0.8}};
 
 // An A100's multiprocessor against an H200's, by their peaks: an estimate.
 constexpr double ampere_slower(Element e) { return e == Element::kFp64 || e == Element::kFp32 ? 2.8 : 1.25; }
 
-// resident: CTAs that share a multiprocessor.
-inline CostConstants cost_of(Element e, int tile, Generation g, int64_t resident) {
-  const TileCost& t = tile_cost(e, tile);
-  const double slower = g == Generation::kAmpere ? ampere_slower(e) : 1.0;
-  CostConstants c;
-  c.launch_us = kLaunchUs;
-  c.clear_us = kClearUs;
-  c.iter_us = slower * std::max(t.alone, static_cast<double>(resident) * t.share);
-  c.epilogue_us = t.epilogue;
-  c.partial_us = t.partial;
-  return c;
+inline TileCost tile_cost(Element e, int tile, Generation g) {
+  TileCost t = e == Element::kTf32   ? kTf32Hopper[tile]
+               : e == Element::kFp32 ? kFp32Hopper[tile]
+               : e == Element::kFp64 ? kFp64Hopper[tile]
+                                     : kHalfHopper[tile];
+  if (g == Generation::kAmpere) {
+    t.alone *= ampere_slower(e);
+    t.share *= ampere_slower(e);
+  }
+  return t;
+}
+
+// Every operand read once, and the output written.
+inline double memory_us(const Problem& p, Element e, const MachineCost& machine) {
+  const auto elements = static_cast<double>(p.batch) *
+                        (static_cast<double>(p.m) * static_cast<double>(p.k) + static_cast<double>(p.k) * static_cast<double>(p.n) +
+                         static_cast<double>(p.m) * static_cast<double>(p.n));
+  return machine.launch_us + elements * bytes_of(e) / machine.bytes_per_us;
+}
+
+// CTAs beside each other on a multiprocessor.
+inline int64_t beside(int64_t ctas, int64_t multiprocessors) { return max64(1, ceil_div(ctas, multiprocessors)); }
+
+// A CTA that does this much while r - 1 others on its multiprocessor do as much.
+inline double work_us(const TileCost& t, const WorkCounts& n, int64_t r) {
+  const auto iterations = static_cast<double>(n.iterations);
+  const auto tiles = static_cast<double>(n.epilogues);
+  const double fixup = static_cast<double>(n.partials_written + n.partials_added) * t.partial;
+  return std::max(iterations * t.alone + tiles * t.epilogue + fixup,
+                  static_cast<double>(r) * (iterations * t.share + tiles * t.busy) + fixup);
+}
+
+// The time of a schedule where a multiprocessor holds `resident` CTAs.
+inline double predict_us(const Schedule& s, const TileCost& t, const MachineCost& machine, int64_t multiprocessors,
+                         int64_t resident) {
+  const int64_t at_once = min64(s.workers, multiprocessors * resident);
+  const int64_t r = beside(at_once, multiprocessors);
+  double time = 0;
+  for (int64_t i = 0; i < s.num_pieces; ++i) {
+    const Piece& p = s.pieces[i];
+    if (p.kind == PieceKind::kWaves) {
+      const WorkCounts one{s.k_iters, 1, 0, 0};
+      const int64_t rest = p.num_tiles % at_once;
+      time += static_cast<double>(p.num_tiles / at_once) * work_us(t, one, r);
+      if (rest > 0) time += work_us(t, one, beside(rest, multiprocessors));
+      continue;
+    }
+    // Some of the workers, the last among them: it finishes the last tile.
+    Schedule piece = s;
+    piece.num_pieces = 1;
+    piece.pieces[0] = p;
+    const int64_t step = max64(1, p.workers / 24);
+    double longest = 0;
+    for (int64_t w = p.workers - 1; w >= 0; w -= step)
+      longest = std::max(longest, work_us(t, count_work(piece, w), beside(min64(p.workers, at_once), multiprocessors)));
+    time += static_cast<double>(ceil_div(p.workers, at_once)) * longest;
+  }
+  return machine.launch_us + (s.num_slots > 0 ? machine.cut_us : 0.0) + time;
 }
 
 }  // namespace tpk::sm80

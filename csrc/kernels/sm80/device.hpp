@@ -17,6 +17,7 @@
 #include "kernels/gemm_call.hpp"
 #include "kernels/sm80/launch.hpp"
 #include "kernels/sm80/plan.hpp"
+#include "kernels/sm80/walk.hpp"
 
 namespace tpk::sm80 {
 
@@ -31,6 +32,14 @@ struct DeviceFacts {
   int major = 0;
   int minor = 0;
   int64_t shared_bytes = 0;  // that a CTA may have
+};
+
+// What a launch needs of its plan.
+struct LaunchPlan {
+  Walk walk;
+  int tile = 0;  // its place in tile_shapes(element)
+  TileShape shape;
+  int64_t slots = 0;
 };
 
 class DeviceCache {
@@ -81,30 +90,31 @@ class DeviceCache {
   }
 
   // Throws std::invalid_argument with a sentence where the call asks for what there is not.
-  GemmPlan plan(const GemmCall& c, int major, const Residency& r) {
+  LaunchPlan plan(const GemmCall& c, int major, const Residency& r) {
     const Problem& p = c.problem;
-    const auto key =
-        std::make_tuple(p.batch, p.m, p.n, p.k, c.element, c.multiprocessors, major, r.of_tile[0],
-                        r.of_tile[1], r.of_tile[2], c.workers, c.splits, c.schedule, c.tile);
-    static_assert(kMostTiles == 3, "The key has the residency of every tile.");
+    const auto key = std::make_tuple(p.batch, p.m, p.n, p.k, c.element, c.multiprocessors, major, r.of_tile,
+                                     c.workers, c.splits, c.schedule, c.tile);
     const std::lock_guard lock(mutex_);
     const auto found = plans_.find(key);
     if (found != plans_.end()) return found->second;
     if (plans_.size() >= kMostPlans) plans_.clear();
-    const GemmPlan plan = plan_gemm(p, c.element, generation_of(major), c.multiprocessors, c.schedule,
-                                    c.workers, c.splits, c.tile, r);
-    return plans_.emplace(key, plan).first->second;
+    const GemmPlan found_plan = plan_gemm(p, c.element, generation_of(major), c.multiprocessors, c.schedule,
+                                          c.workers, c.splits, c.tile, r);
+    const Plan& plan = found_plan.plan;
+    const LaunchPlan launch{make_walk(plan.schedule, plan.order), found_plan.tile, plan.tile,
+                            plan.schedule.num_slots};
+    return plans_.emplace(key, launch).first->second;
   }
 
  private:
   // Looked up by views of the strings, without a copy: std::less<> compares the two.
-  using Key = std::tuple<int64_t, int64_t, int64_t, int64_t, Element, int, int, int64_t, int64_t, int64_t,
-                         int64_t, int64_t, std::string, std::string>;
+  using Key = std::tuple<int64_t, int64_t, int64_t, int64_t, Element, int, int, Residency::OfTiles, int64_t, int64_t,
+                         std::string, std::string>;
   static constexpr size_t kMostPlans = 4096;
   std::mutex mutex_;
   std::map<int, DeviceFacts> devices_;
   std::map<std::pair<int, const void*>, int> resident_;
-  std::map<Key, GemmPlan, std::less<>> plans_;
+  std::map<Key, LaunchPlan, std::less<>> plans_;
 };
 
 }  // namespace tpk::sm80

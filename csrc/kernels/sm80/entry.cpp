@@ -6,11 +6,12 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdio>
+#include <random>
 #include <stdexcept>
 #include <string>
 
-#include "kernels/sm80/clear.hpp"
 #include "kernels/sm80/device.hpp"
 #include "kernels/sm80/find_kernel.hpp"
 #include "kernels/sm80/operands.hpp"
@@ -19,7 +20,7 @@
 namespace tpk::sm80 {
 namespace {
 
-constexpr int64_t kLine = 256;  // what arrays of the workspace are aligned to; the ticket has one of its own
+constexpr int64_t kLine = 256;  // what arrays of the workspace are aligned to
 
 constexpr int64_t aligned(int64_t bytes) { return ceil_div(bytes, kLine) * kLine; }
 
@@ -29,7 +30,7 @@ struct Launch {
   KernelInfo kernel{};
   unsigned grid = 1;
   bool starts_early = false;
-  int64_t zeroed_bytes = 0;     // of the workspace: [ticket | flags | partials], the first two start at zero
+  int64_t flag_bytes = 0;       // of the workspace: [flags | partials]
   int64_t workspace_bytes = 0;  // 0: it needs none
 };
 
@@ -53,20 +54,16 @@ Launch prepare(const GemmCall& c, const Matrix& b) {
   const auto num_tiles = static_cast<int>(tile_shapes(c.element).size());
   for (int i = 0; i < num_tiles; ++i) residency.of_tile[i] = cache.resident(c.device, kernel_for(i));
   const DeviceFacts facts = cache.facts(c.device);
-  const GemmPlan plan = cache.plan(c, facts.major, residency);
-  p.schedule = plan.plan.schedule;
-  p.order = plan.plan.order;
+  const LaunchPlan plan = cache.plan(c, facts.major, residency);
+  p.walk = plan.walk;
   launch.kernel = kernel_for(plan.tile);
-  launch.grid =
-      static_cast<unsigned>(min64(p.schedule.workers, c.multiprocessors * residency.of_tile[plan.tile]));
+  launch.grid = static_cast<unsigned>(plan.walk.workers);
   launch.starts_early = facts.major >= 9;
 
-  const int64_t slots = p.schedule.num_slots;
-  if (slots == 0 && p.schedule.num_pieces <= 1) return launch;  // whole tiles: nobody waits for anybody
-  const TileShape& tile = plan.plan.tile;
+  if (plan.slots == 0) return launch;  // whole tiles: nobody waits for anybody
   const int64_t sum_bytes = c.element == Element::kFp64 ? 8 : 4;
-  launch.zeroed_bytes = kLine + aligned(slots * static_cast<int64_t>(sizeof(uint32_t)));
-  launch.workspace_bytes = launch.zeroed_bytes + slots * tile.bm * tile.bn * sum_bytes;
+  launch.flag_bytes = aligned(plan.slots * static_cast<int64_t>(sizeof(uint64_t)));
+  launch.workspace_bytes = launch.flag_bytes + plan.slots * plan.shape.bm * plan.shape.bn * sum_bytes;
   return launch;
 }
 
@@ -99,16 +96,27 @@ void launch_kernel(const KernelInfo& kernel, unsigned grid, void** arguments, bo
   check_cuda(cudaLaunchKernelExC(&config, kernel.function, arguments), what);
 }
 
+// Never the same twice in a process, nor what memory of any other origin holds (see fixup.cuh): a count from a random
+// number on, by the one-to-one mixing of splitmix64 (Steele, Lea, Flood 2014).
+uint64_t next_mark() {
+  static std::atomic<uint64_t> count{[] {
+    std::random_device random;
+    return static_cast<uint64_t>(random()) << 32 | random();
+  }()};
+  uint64_t x = count.fetch_add(1, std::memory_order_relaxed) * 0x9e3779b97f4a7c15u;
+  x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
+  x = (x ^ x >> 27) * 0x94d049bb133111ebu;
+  x ^= x >> 31;
+  return x != 0 ? x : next_mark();  // flags that were taken down are 0
+}
+
 void start(Launch& launch, char* workspace, cudaStream_t stream) {
   GemmParams& p = launch.params;
   p.only_adds = adds_only(p);
   if (launch.workspace_bytes > 0) {
-    p.ticket = reinterpret_cast<uint32_t*>(workspace);
-    p.flags = reinterpret_cast<uint32_t*>(workspace + kLine);
-    p.partials = workspace + launch.zeroed_bytes;
-    auto count = static_cast<int>(launch.zeroed_bytes / 16);
-    void* arguments[] = {&workspace, &count};
-    launch_kernel(clear_kernel(), 1, arguments, launch.starts_early, stream, "The launch that clears flags");
+    p.flags = reinterpret_cast<uint64_t*>(workspace);
+    p.partials = workspace + launch.flag_bytes;
+    p.mark = next_mark();
   }
   void* arguments[] = {&p};
   launch_kernel(launch.kernel, launch.grid, arguments, launch.starts_early, stream,

@@ -1,6 +1,10 @@
 // Fix-up: partial tiles go from the CTAs that computed them to the tile's finisher, through slots of sums in
 // global memory. A slot is written once and read once per launch, in fragment order: thread t's i-th 16 bytes
 // of accumulators are the unit i * kThreads + t, so every access of a warp is 512 contiguous bytes.
+//
+// Flags need not be cleared in front of a launch. A flag is raised once it has the launch's mark, 64 bits that no
+// other launch of the process has, and the finisher, its only reader, takes the mark away again: so none is
+// found by a replay of the same launch, and what else lies in this memory is a mark once in 2^64 times.
 #pragma once
 
 #include <cstdio>
@@ -9,8 +13,6 @@
 #include "kernels/sm80/mainloop.cuh"
 
 namespace tpk::sm80 {
-
-constexpr uint32_t kPartialReady = 1;
 
 // 16 bytes of sums.
 __device__ __forceinline__ void store_unit(float4* to, const float* v) {
@@ -58,22 +60,38 @@ __device__ __forceinline__ void publish_partial(const GemmParams& p, int64_t slo
     }
   }
   __syncthreads();
-  if (threadIdx.x == 0) comm::store_release<comm::Scope::kGpu>(p.flags + slot, kPartialReady);
+  if (threadIdx.x == 0) store_release(p.flags + slot, p.mark);
 }
 
 // Out of line, so that its stack frame and registers do not burden the kernel.
 [[noreturn]] static __device__ __noinline__ void report_late_partial(long long slot, long long end,
-                                                                     unsigned seen,
                                                                      unsigned long long timeout_ns) {
   printf(
-      "tpkernels streamk_gemm: CTA %d waited %llu ms for partial tile %lld of those before %lld, flag %u, "
-      "expected %u. "
+      "tpkernels streamk_gemm: CTA %d waited %llu ms for partial tile %lld of those before %lld. "
       "The CTA that computes it did not finish: the device is held by another kernel, or this is a bug. "
       "The launch is stopped; its output must not be used.\n",
-      static_cast<int>(blockIdx.x), timeout_ns / 1000000ull, slot, end, seen, kPartialReady);
+      static_cast<int>(blockIdx.x), timeout_ns / 1000000ull, slot, end);
   __trap();
   while (true) {
   }
+}
+
+// Waits until the slot's flag is raised, and takes it down. One thread calls it. False: time is up.
+__device__ __forceinline__ bool wait_for_partial(const GemmParams& p, int64_t slot) {
+  uint64_t* const flag = p.flags + slot;
+  if (load_acquire(flag) != p.mark) {
+    comm::Patience patience(p.timeout_ns, comm::now_ns());
+    bool late;
+    bool there;
+    do {
+      __nanosleep(20);
+      late = patience.ends(comm::now_ns());  // then one more look: this CTA may have been off the multiprocessor
+      there = load_acquire(flag) == p.mark;
+    } while (!there && !late);
+    if (!there) return false;
+  }
+  *flag = 0;
+  return true;
 }
 
 // acc = slot[first] + ... + slot[end - 1] + acc, in this order: the order of K, whoever finishes when. Waits
@@ -83,10 +101,7 @@ __device__ __forceinline__ void add_partials(const GemmParams& p, int64_t first,
                                              Accumulators<Tile>& acc) {
   using S = Slot<Tile>;
   for (int64_t slot = first + threadIdx.x; slot < end; slot += Tile::kThreads) {
-    uint32_t seen;
-    if (!comm::wait_epoch<comm::Scope::kGpu>(p.flags + slot, kPartialReady, p.timeout_ns, &seen)) {
-      report_late_partial(slot, end, seen, p.timeout_ns);
-    }
+    if (!wait_for_partial(p, slot)) report_late_partial(slot, end, p.timeout_ns);
   }
   __syncthreads();  // each waiting thread's acquire, before every thread's reads
 #pragma unroll

@@ -70,7 +70,7 @@ class FragmentReader {
                                     KMajorAddresses<Tile, Config::kKSteps>>;
   static constexpr int kAddresses = kByLdmatrix ? Matrix::kCount : kElement == Element::kTf32 ? 4 : 2;
   static constexpr int kChunk = kChunkBytes;
-  static_assert(kByLdmatrix || (kIsA ? Config::kWarpM : Config::kWarpN) % 32 == 0,
+  static_assert(kByLdmatrix || (kIsA ? Config::kWarpM : Config::kWarpN) % (8 * Tile::kChunkElements) == 0,
                 "A warp's part begins at a multiple of eight chunks.");
 
   // The tensor cores' registers by ordinary loads: lane 4 g + t has element g of M or N and t of K of a

@@ -1,11 +1,12 @@
 // The portable Stream-K GEMM: D = A * B on tensor cores of sm_80 and later (mma.sync, cp.async), or in plain
 // fp32; fp32 sums, fp64 ones of fp64 operands.
 //
-// Contract. The kernel follows tpk::Schedule: a CTA takes a ticket, walks that worker's segments in time
-// order, and takes the next ticket when it is done, so any number of CTAs finishes any schedule. A segment
-// that does not end its tile leaves its partial sums in a slot; the segment with the tile's last K adds the
-// partials in K order and runs the epilogue. Waits are for lower tickets only, and bounded. The result
-// depends on the schedule, not on timing.
+// Contract. The kernel follows tpk::Schedule: a CTA is the worker of its number and walks that worker's
+// segments in time order. A segment that does not end its tile leaves its partial sums in a slot; the segment
+// with the tile's last K adds the partials in K order and runs the epilogue. Waits are for lower workers
+// only, and bounded. The device starts the CTAs of a grid in the order of their numbers, which CUB's scans
+// count on as well, so whom a CTA waits for runs or has ended, however few fit at a time. The result depends
+// on the schedule, not on timing.
 #pragma once
 
 #include "kernels/sm80/epilogue.cuh"
@@ -38,12 +39,12 @@ __global__ void __launch_bounds__(Tile::kThreads, kMinCtas<Tile, kLayoutA>)
   const FragmentReader<Tile, FragmentOrder::kB, kLayoutB> reader_b(lane, warp_n * Tile::kWarpN);
   const WorkItem& item = state.item;
 
+  if (threadIdx.x == 0) ::new (state.walker) Walker(static_cast<int32_t>(blockIdx.x));
+  fetch_segment<Tile>(p, &state);
+  allow_later_kernels();
   wait_for_earlier_kernels();
-  if (threadIdx.x == 0) {
-    state.has_ticket = false;
-    state.next_tile = blockIdx.x;
-  }
-  while (next_segment<Tile>(p, &state)) {
+  __syncthreads();
+  for (; item.stages > 0; next_segment<Tile>(p, &state)) {
     Loader<kLayoutA, Tile::kBM, Tile::kStageK, Tile::kElementBytes, Tile::kThreads> loader_a;
     Loader<kLayoutB, Tile::kBN, Tile::kStageK, Tile::kElementBytes, Tile::kThreads> loader_b;
     loader_a.start(p.a, item.a_offset, static_cast<int>(min64(Tile::kBM, p.problem.m - item.m)));

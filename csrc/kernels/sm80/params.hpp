@@ -1,11 +1,10 @@
-// What the kernel is told, by value: less than the 4 KiB that a launch may carry.
+// What the kernel is told, by value: little, as a launch carries it and every CTA begins by reading it.
 #pragma once
 
 #include <cstdint>
 
-#include "host/schedule.hpp"
-#include "host/tile_order.hpp"
 #include "kernels/sm80/config.hpp"
+#include "kernels/sm80/walk.hpp"
 
 namespace tpk::sm80 {
 
@@ -45,13 +44,12 @@ struct GemmParams {
   bool accumulate = false;
   bool only_adds = false;  // see adds_only
 
-  uint32_t* ticket = nullptr;  // zero before the launch; null: whole tiles, dealt out to the CTAs in turn
-  uint32_t* flags = nullptr;   // one per slot, zero before the launch
-  void* partials = nullptr;    // slots of kBM * kBN sums, in fragment order
-  uint64_t timeout_ns = 0;     // bound of every wait
+  uint64_t* flags = nullptr;  // one per slot; see fixup.cuh
+  uint64_t mark = 0;          // what raised flags are; no other launch has the same
+  void* partials = nullptr;   // slots of kBM * kBN sums, in fragment order
+  uint64_t timeout_ns = 0;    // bound of every wait
 
-  TileOrder order;
-  Schedule schedule;
+  Walk walk;
 };
 
 // Whether nothing but additions of units follow the product, all of one type.
@@ -60,6 +58,6 @@ inline bool adds_only(const GemmParams& p) {
          p.out.vector && (p.residual.data == nullptr || (p.residual.vector && p.residual_kind == p.out_kind));
 }
 
-static_assert(sizeof(GemmParams) <= 4096, "Kernel parameters are limited to 4 KiB.");
+static_assert(sizeof(GemmParams) <= 1024, "Larger parameters make launches slower; beyond 4 KiB there are none.");
 
 }  // namespace tpk::sm80

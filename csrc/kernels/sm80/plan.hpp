@@ -2,6 +2,8 @@
 // that the launcher, explain() and tests agree without a GPU.
 #pragma once
 
+#include <algorithm>
+#include <array>
 #include <span>
 #include <stdexcept>
 #include <string>
@@ -20,7 +22,8 @@ struct GemmPlan {
 
 // CTAs that a multiprocessor holds, by tile; 0: it has too little shared memory.
 struct Residency {
-  int64_t of_tile[kMostTiles] = {};
+  using OfTiles = std::array<int64_t, kMostTiles>;
+  OfTiles of_tile{};
 };
 
 // What the vector kernels are compiled for.
@@ -40,35 +43,52 @@ inline std::string tile_names(Element e) {
   return names;
 }
 
-// schedule: a name of host/schedule_builder.hpp or "auto". workers: tickets that run at once, 0 for as many
-// as fit. tile: a name such as "128x128x32", "" for the cheapest that the device can hold. Throws
-// std::invalid_argument with a sentence where an argument makes no sense.
+// schedule: a name of host/schedule_builder.hpp or "auto". workers: CTAs, 0 for as many as fit. tile: a name such as
+// "128x128x32", "" for the cheapest that the device can hold. Throws std::invalid_argument with a sentence where an
+// argument makes no sense.
 inline GemmPlan plan_gemm(const Problem& p, Element element, Generation generation, int64_t multiprocessors,
                           std::string_view schedule, int64_t workers, int64_t splits, std::string_view tile,
                           const Residency& residency) {
+  detail::check_extent("k", p.k, 0);
   GemmPlan best;
   bool found = false;
   const std::span<const TileShape> shapes = tile_shapes(element);
   for (const TileShape& shape : tiles_named(tile, shapes)) {
     const auto id = static_cast<int>(&shape - shapes.data());
-    const int64_t most = residency.of_tile[id];
-    // A named schedule fills the multiprocessors unless it is told how many workers to use.
-    for (int64_t resident = schedule == "auto" ? 1 : max64(1, most); resident <= most; ++resident) {
-      Machine machine;
-      machine.multiprocessors = workers > 0 ? workers : multiprocessors * resident;
-      machine.cost = cost_of(element, id, generation, resident);
-      GemmPlan candidate;
-      candidate.tile = id;
-      if (schedule == "auto") {
-        candidate.plan = choose_plan(p, machine, std::span(&shape, 1));
-      } else {
-        ScheduleOptions o;
-        o.workers = machine.multiprocessors;
-        o.splits = splits;
-        candidate.plan = make_plan(p, shape, parse_schedule_kind(schedule), o, machine.cost);
-      }
-      if (!found || candidate.plan.predicted_us < best.plan.predicted_us) best = candidate;
+    const int64_t most = residency.of_tile[static_cast<size_t>(id)];
+    if (most <= 0) continue;
+    const TileOrder order = make_tile_order(p, shape);
+    const int64_t tiles = order.size();
+    const int64_t k_iters = iters_per_tile(p, shape);
+    const TileCost cost = tile_cost(element, id, generation);
+    const auto consider = [&](ScheduleKind kind, int64_t of_workers, int64_t of_splits) {
+      ScheduleOptions o;
+      o.workers = of_workers;
+      o.splits = of_splits;
+      const Schedule made = make_schedule(kind, tiles, k_iters, o);
+      const double us = std::max(predict_us(made, cost, machine_cost(generation), multiprocessors, most),
+                                 memory_us(p, element, machine_cost(generation)));
+      if (found && us >= best.plan.predicted_us) return;
       found = true;
+      // What K allows, which may be fewer splits than asked for.
+      const bool is_split = kind == ScheduleKind::kSplitK && made.num_slots > 0;
+      best = {{shape, kind, is_split ? made.workers / tiles : 1, made, order, us}, id};
+    };
+    if (schedule != "auto") {
+      consider(parse_schedule_kind(schedule), workers > 0 ? workers : multiprocessors * most, splits);
+      continue;
+    }
+    // Whole tiles; else the remainder of waves of one, two, ... CTAs a multiprocessor is cut, or every tile.
+    consider(ScheduleKind::kDataParallel, workers > 0 ? workers : multiprocessors * most, 1);
+    for (int64_t r = 1; r <= (workers > 0 ? 1 : most); ++r) {
+      const int64_t at_once = workers > 0 ? workers : multiprocessors * r;
+      if (tiles % at_once == 0) continue;
+      if (tiles > at_once) {
+        consider(ScheduleKind::kHybridFirst, at_once, 1);
+        consider(ScheduleKind::kHybridAligned, at_once, 1);
+      }
+      consider(ScheduleKind::kStreamK, at_once, 1);
+      if (tiles <= at_once / 2) consider(ScheduleKind::kSplitK, at_once, at_once / tiles);
     }
   }
   if (!found) {

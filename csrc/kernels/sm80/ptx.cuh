@@ -20,8 +20,6 @@ __device__ __forceinline__ int thread_index_anew() {
   return x;
 }
 
-__device__ __forceinline__ int ctas_of_grid() { return static_cast<int>(gridDim.x); }
-
 // A launch may start before those that it depends on have ended (entry.cpp asks for it from Hopper on): it
 // waits for them, and may let those behind it start.
 __device__ __forceinline__ void allow_later_kernels() {
@@ -33,6 +31,16 @@ __device__ __forceinline__ void wait_for_earlier_kernels() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
+}
+
+// See comm/flags.cuh: the same for words of 64 bits, between CTAs of a device.
+__device__ __forceinline__ void store_release(uint64_t* word, uint64_t value) {
+  asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+}
+__device__ __forceinline__ uint64_t load_acquire(const uint64_t* word) {
+  uint64_t value;
+  asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+  return value;
 }
 
 __device__ __forceinline__ uint32_t shared_address(const void* p) {

@@ -1,12 +1,11 @@
-// Scheduler: hands a CTA its segments, one after another, by walking tpk::Schedule.
+// Scheduler: hands a CTA its segments, one after another, by walking the plan.
 //
-// One thread walks and the CTA reads the result from shared memory, so that the 64-bit state of the walk
-// costs no registers during the main loop.
+// One thread walks and the CTA reads the result from shared memory, so that the state of the walk costs no
+// registers during the main loop.
 #pragma once
 
 #include <new>
 
-#include "comm/flags.cuh"
 #include "kernels/sm80/params.hpp"
 #include "kernels/sm80/ptx.cuh"
 
@@ -28,14 +27,12 @@ struct WorkItem {
 
 struct WorkerState {
   WorkItem item;
-  alignas(SegmentCursor) unsigned char cursor[sizeof(SegmentCursor)];
-  bool has_ticket;
-  int64_t next_tile;  // position, where whole tiles are dealt out
+  alignas(Walker) unsigned char walker[sizeof(Walker)];
 };
 
 template <class Tile>
-__device__ __forceinline__ WorkItem make_item(const GemmParams& p, const Segment& s) {
-  const TileCoord tile = p.order.at(s.position);
+__device__ __forceinline__ WorkItem make_item(const GemmParams& p, const Step& s) {
+  const TileCoord tile = p.walk.tile_at(s.position);
   const int64_t k = s.k_begin * Tile::kBK;
   const int64_t length = (s.k_end - s.k_begin) * Tile::kBK;
   WorkItem item;
@@ -52,53 +49,29 @@ __device__ __forceinline__ WorkItem make_item(const GemmParams& p, const Segment
   return item;
 }
 
-// Out of line: 64-bit divisions and the walk would otherwise be weighed against the main loop's registers.
+// Out of line: the walk would otherwise be weighed against the main loop's registers.
 template <class Tile>
 static __device__ __noinline__ void fetch(const GemmParams& p, WorkerState* state) {
-  auto* cursor = reinterpret_cast<SegmentCursor*>(state->cursor);
-  while (true) {
-    if (!state->has_ticket) {
-      const uint32_t ticket = comm::take_ticket(p.ticket);
-      if (ticket >= p.schedule.workers) {
-        state->item.stages = 0;
-        return;
-      }
-      ::new (cursor) SegmentCursor(p.schedule, ticket);
-      state->has_ticket = true;
-    }
-    Segment s;
-    if (cursor->next(&s)) {
-      state->item = make_item<Tile>(p, s);
-      return;
-    }
-    state->has_ticket = false;
+  Step step;
+  if (reinterpret_cast<Walker*>(state->walker)->next(p.walk, &step)) {
+    state->item = make_item<Tile>(p, step);
+  } else {
+    state->item.stages = 0;
   }
 }
 
-// The next tile, where whole tiles are dealt out to the CTAs in turn.
+// The CTA's next segment into state->item, for all threads behind the next barrier.
 template <class Tile>
-__device__ __forceinline__ void next_tile(const GemmParams& p, WorkerState* state) {
-  const int64_t position = state->next_tile;
-  state->item.stages = 0;
-  if (position >= p.order.size()) return;
-  state->next_tile += ctas_of_grid();
-  state->item = make_item<Tile>(p, Segment{position, 0, p.schedule.k_iters, 0, -1, -1, -1});
+__device__ __forceinline__ void fetch_segment(const GemmParams& p, WorkerState* state) {
+  if (threadIdx.x == 0) fetch<Tile>(p, state);
 }
 
-// The CTA's next segment into state->item; false when there is none. All threads call it. It is also the
-// barrier between segments: shared memory may be reused afterwards.
+// The same between two barriers: shared memory may be reused afterwards. All threads call it.
 template <class Tile>
-__device__ __forceinline__ bool next_segment(const GemmParams& p, WorkerState* state) {
+__device__ __forceinline__ void next_segment(const GemmParams& p, WorkerState* state) {
   __syncthreads();
-  if (threadIdx.x == 0) {
-    if (p.ticket == nullptr) {
-      next_tile<Tile>(p, state);
-    } else {
-      fetch<Tile>(p, state);
-    }
-  }
+  fetch_segment<Tile>(p, state);
   __syncthreads();
-  return state->item.stages > 0;
 }
 
 }  // namespace tpk::sm80

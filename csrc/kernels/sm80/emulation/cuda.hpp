@@ -6,6 +6,7 @@
 
 #include <ucontext.h>
 
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -87,7 +88,6 @@ struct Cta {
   ucontext_t scheduler;
   std::function<void()> kernel;
   int block = 0;
-  int grid = 1;
   alignas(1024) unsigned char shared[160 * 1024];
   // What the lanes of a warp tell each other in a collective instruction.
   uint32_t address[kWarps][32];
@@ -153,44 +153,54 @@ inline void fiber_main() {
   yield();
 }
 
-// Runs kernel() as grid CTAs of `threads` threads, all CTAs at once.
-inline void launch(int grid, int threads, const std::function<void()>& kernel) {
-  std::vector<std::thread> ctas;
-  for (int block = 0; block < grid; ++block) {
-    ctas.emplace_back([=] {
+// Runs one CTA.
+inline void run_cta(int block, int threads, const std::function<void()>& kernel) {
+  cta->kernel = kernel;
+  cta->block = block;
+  std::memset(cta->shared, 0xff, sizeof cta->shared);
+  cta->fibers = std::vector<Fiber>(static_cast<size_t>(threads));
+  for (int i = 0; i < threads; ++i) {
+    Fiber& f = cta->fibers[static_cast<size_t>(i)];
+    f.thread = i;
+    getcontext(&f.context);
+    f.context.uc_stack.ss_sp = f.stack.data();
+    f.context.uc_stack.ss_size = f.stack.size();
+    f.context.uc_link = nullptr;
+    makecontext(&f.context, &fiber_main, 0);
+  }
+  for (bool running = true; running;) {
+    running = false;
+    for (Fiber& f : cta->fibers) {
+      if (f.done) continue;
+      running = true;
+      cta->current = &f;
+      swapcontext(&cta->scheduler, &f.context);
+    }
+  }
+}
+
+// Runs kernel() as grid CTAs of `threads` threads: `resident` at a time, which start in the order of their numbers,
+// each when one before it has ended.
+inline void launch(int grid, int threads, const std::function<void()>& kernel, int resident = 8) {
+  std::atomic<int> next{0};
+  std::vector<std::thread> places;
+  for (int i = 0; i < resident; ++i) {
+    places.emplace_back([&] {
       const auto owner = std::make_unique<Cta>();
       cta = owner.get();
-      cta->kernel = kernel;
-      cta->block = block;
-      cta->grid = grid;
-      std::memset(cta->shared, 0xff, sizeof cta->shared);
-      cta->fibers = std::vector<Fiber>(static_cast<size_t>(threads));
-      for (int i = 0; i < threads; ++i) {
-        Fiber& f = cta->fibers[static_cast<size_t>(i)];
-        f.thread = i;
-        getcontext(&f.context);
-        f.context.uc_stack.ss_sp = f.stack.data();
-        f.context.uc_stack.ss_size = f.stack.size();
-        f.context.uc_link = nullptr;
-        makecontext(&f.context, &fiber_main, 0);
-      }
-      for (bool running = true; running;) {
-        running = false;
-        for (Fiber& f : cta->fibers) {
-          if (f.done) continue;
-          running = true;
-          cta->current = &f;
-          swapcontext(&cta->scheduler, &f.context);
-        }
-      }
+      for (int block = next++; block < grid; block = next++) run_cta(block, threads, kernel);
     });
   }
-  for (std::thread& t : ctas) t.join();
+  for (std::thread& place : places) place.join();
 }
 
 }  // namespace tpk::emulation
 
 [[noreturn]] inline void __trap() { tpk::emulation::fail("the kernel trapped"); }
 inline void __syncthreads() { tpk::emulation::sync_cta(); }
+inline void __nanosleep(unsigned) {
+  tpk::emulation::yield();
+  std::this_thread::yield();
+}
 #define threadIdx (tpk::emulation::thread_index())
 #define blockIdx (tpk::emulation::block_index())

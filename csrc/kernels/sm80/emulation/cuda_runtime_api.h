@@ -51,6 +51,7 @@ struct LaunchRecord {
   const void* kernel;
   int grid;
   int threads;
+  uint64_t mark = 0;  // see GemmParams
 };
 inline std::vector<LaunchRecord> launches;
 inline std::function<void(const void* kernel, int grid, int threads, void** arguments)> run_kernel;
@@ -75,7 +76,7 @@ inline cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const v
                                        void** arguments) {
   const int ctas = static_cast<int>(config->gridDim.x);
   const int threads = static_cast<int>(config->blockDim.x);
-  tpk::emulation::launches.push_back({kernel, ctas, threads});
+  tpk::emulation::launches.push_back({kernel, ctas, threads, 0});
   tpk::emulation::run_kernel(kernel, ctas, threads, arguments);
   return cudaSuccess;
 }

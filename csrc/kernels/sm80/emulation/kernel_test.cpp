@@ -100,22 +100,22 @@ int64_t trial() {
   const Plan plan = schedule == "auto"
                         ? choose_plan(p.problem, Machine{options.workers, kCostSm90}, std::span(&shape, 1))
                         : make_plan(p.problem, shape, parse_schedule_kind(schedule), options, kCostSm90);
-  p.schedule = plan.schedule;
-  p.order = plan.order;
+  p.walk = make_walk(plan.schedule, plan.order);
   p.timeout_ns = 60'000'000'000;
-  std::vector<uint32_t> flags(static_cast<size_t>(p.schedule.num_slots) + 1, 0);
-  std::vector<double2> partials(
-      static_cast<size_t>(p.schedule.num_slots * shape.bm * shape.bn * sizeof(Sum) / 16 + 1));
+  const int64_t slots = plan.schedule.num_slots;
+  p.mark = 0x123456789abcdef0;
+  std::vector<uint64_t> flags(static_cast<size_t>(slots), pick<uint64_t>({0, ~uint64_t{0}, p.mark + 1}));
+  std::vector<double2> partials(static_cast<size_t>(slots * shape.bm * shape.bn * sizeof(Sum) / 16 + 1));
   std::memset(partials.data(), 0xff, partials.size() * sizeof(double2));  // NaN
-  if (p.schedule.num_slots > 0 || p.schedule.num_pieces > 1 || between(0, 1) != 0) p.ticket = &flags.back();
   p.only_adds = adds_only(p);
   p.flags = flags.data();
   p.partials = partials.data();
-  const int grid = static_cast<int>(min64(p.schedule.workers, between(1, 4)));
+  const auto resident = static_cast<int>(between(1, 4));
   const Kernel kernel = find<Tile>(layout_a, layout_b);
-  emulation::launch(grid, Tile::kThreads, [&] { kernel(p); });
+  emulation::launch(p.walk.workers, Tile::kThreads, [&] { kernel(p); }, resident);
 
   int64_t wrong = out.overwritten() + (has_preact ? preact.overwritten() : 0);
+  for (const uint64_t flag : flags) wrong += flag == p.mark;  // a replay would take it for its own
   Epilogue epilogue;
   epilogue.bias = has_bias ? &bias : nullptr;
   epilogue.mul = has_mul ? &mul : nullptr;
@@ -138,13 +138,12 @@ int64_t trial() {
         "%d, "
         "preact %d, mul %d, residual %d, alpha %g, accumulate %d, activation %d, %s, workers %lld, slots "
         "%lld, "
-        "grid %d\n",
+        "resident %d\n",
         static_cast<long long>(wrong), Tile::kBM, static_cast<int>(kElement), static_cast<long long>(batch),
         static_cast<long long>(m), static_cast<long long>(n), static_cast<long long>(k),
         static_cast<int>(layout_a), static_cast<int>(layout_b), static_cast<int>(out_kind), has_bias,
         has_preact, has_mul, residual_is, p.alpha, p.accumulate, static_cast<int>(p.activation),
-        schedule.c_str(), static_cast<long long>(p.schedule.workers),
-        static_cast<long long>(p.schedule.num_slots), grid);
+        schedule.c_str(), static_cast<long long>(p.walk.workers), static_cast<long long>(slots), resident);
   }
   return wrong;
 }

@@ -11,10 +11,11 @@ inline unsigned char* dynamic_shared() { return emulation::cta->shared; }
 
 inline int thread_index_anew() { return emulation::self().thread; }
 
-inline int ctas_of_grid() { return emulation::cta->grid; }
-
 inline void allow_later_kernels() {}
 inline void wait_for_earlier_kernels() {}
+
+inline void store_release(uint64_t* word, uint64_t value) { __atomic_store_n(word, value, __ATOMIC_RELEASE); }
+inline uint64_t load_acquire(const uint64_t* word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
 
 inline uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(static_cast<const unsigned char*>(p) - emulation::cta->shared);
