@@ -45,3 +45,4 @@ def test_the_tables_are_what_was_measured():
     assert check_readme(ROOT / "README.md") == []
     assert check_readme(ROOT / "bench/README.md") == []
     assert check_readme(ROOT / "docs/measured.md") == []
+    assert check_readme(ROOT / "docs/grouped.md") == []
