@@ -73,9 +73,12 @@ extern "C" __global__ void hold(unsigned long long nanoseconds) {
 """
 
 
+@pytest.mark.parametrize("tile", ["", "64x64x32"])  # the second is the portable kernel's
 @pytest.mark.parametrize("free", [0, 1, 5])
-def test_beside_a_kernel_that_holds_multiprocessors(free: int, generator: torch.Generator) -> None:
-    """Fewer resident CTAs than tickets: the plan finishes all the same, with the same bits."""
+def test_beside_a_kernel_that_holds_multiprocessors(
+    free: int, tile: str, generator: torch.Generator
+) -> None:
+    """Fewer resident CTAs than workers: the plan finishes all the same, with the same bits."""
     cp: Any = pytest.importorskip("cupy", reason="needs CuPy: pip install cupy-cuda13x")
     hold = cp.RawKernel(HOLD, "hold")
     properties = torch.cuda.get_device_properties(0)
@@ -86,13 +89,13 @@ def test_beside_a_kernel_that_holds_multiprocessors(free: int, generator: torch.
     want = a.double() @ b.double()
     for schedule in ("stream_k", "split_k", "hybrid_last"):
         alone, beside = (torch.full((1, 900, 800), math.nan, device="cuda") for _ in range(2))
-        gemm(a, b, alone, schedule=schedule, splits=6)
+        gemm(a, b, alone, schedule=schedule, splits=6, tile=tile)
         torch.cuda.synchronize()
         other, mine = torch.cuda.Stream(), torch.cuda.Stream()
         with cp.cuda.ExternalStream(other.cuda_stream):
             hold((properties.multi_processor_count - free,), (64,), (30_000_000,), shared_mem=shared)
         with torch.cuda.stream(mine):
-            gemm(a, b, beside, schedule=schedule, splits=6)
+            gemm(a, b, beside, schedule=schedule, splits=6, tile=tile)
         torch.cuda.synchronize()
         assert torch.equal(alone, beside), schedule
         assert_close_tiles(beside, want, torch.float32, k=4096)

@@ -33,7 +33,16 @@ TILES = {
 WIDE_TILES = {
     "float32": ("128x128x16", "64x64x16"),
     "tf32": ("128x256x16", "64x64x16"),
-    "float64": ("128x128x16", "64x64x16"),
+    "float64": (
+        "128x128x16",
+        "128x64x16",
+        "64x128x16",
+        "128x64x8",
+        "64x64x16",
+        "64x32x16",
+        "32x64x16",
+        "32x32x16",
+    ),
 }
 
 # Of the Hopper kernel for 8-bit operands, architectures "sm90-fp8", "sm90-fp8-fast" (sums are not promoted) and

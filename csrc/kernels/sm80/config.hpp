@@ -112,14 +112,12 @@ using Fp32Tiles = TileSet<TileConfig<Element::kFp32, 128, 128, 16, 16, 2, 4, 4, 
 using Fp64Tiles = TileSet<TileConfig<Element::kFp64, 128, 128, 16, 16, 2, 4, 3, 1>,
                           TileConfig<Element::kFp64, 128, 64, 16, 16, 2, 2, 3, 2>,
                           TileConfig<Element::kFp64, 64, 128, 16, 16, 1, 4, 3, 2>,
+                          // Where a multiprocessor has no second CTA: eight warps.
+                          TileConfig<Element::kFp64, 128, 64, 8, 16, 4, 2, 3, 1>,
                           TileConfig<Element::kFp64, 64, 64, 16, 16, 2, 2, 4, 3>,
-                          TileConfig<Element::kFp64, 64, 64, 8, 16, 2, 4, 4, 2>,
                           TileConfig<Element::kFp64, 64, 32, 16, 16, 2, 2, 4, 4>,
-                          TileConfig<Element::kFp64, 32, 64, 16, 16, 2, 2, 4, 4>,
-                          TileConfig<Element::kFp64, 32, 32, 16, 16, 2, 2, 4, 6>,
-                          TileConfig<Element::kFp64, 32, 32, 8, 16, 1, 2, 4, 7>,
-                          TileConfig<Element::kFp64, 64, 32, 8, 16, 2, 1, 4, 4>,
-                          TileConfig<Element::kFp64, 128, 64, 8, 16, 4, 2, 3, 1>>;
+                          TileConfig<Element::kFp64, 32, 64, 16, 16, 2, 2, 4, 3>,
+                          TileConfig<Element::kFp64, 32, 32, 16, 16, 2, 2, 4, 5>>;
 
 template <Element kElement>
 struct TilesOfElement {
@@ -165,6 +163,6 @@ inline std::span<const TileShape> tile_shapes(Element e) {
   return with_element(e, [](auto of) { return std::span<const TileShape>(TilesOf<of.value>::kShapes); });
 }
 
-constexpr int kMostTiles = 11;
+constexpr int kMostTiles = 8;
 
 }  // namespace tpk::sm80

@@ -4,7 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <span>
+#include <iterator>
 
 #include "host/cost_model.hpp"
 #include "kernels/sm80/config.hpp"
@@ -43,7 +43,13 @@ constexpr TileCost kHalfHopper[] = {
     {0.62, 0.62, 4.8, 1.0, 2.5}, {0.42, 0.335, 3.6, 1.0, 1.5}, {0.156, 0.108, 0.8, 0.2, 0.6}};
 constexpr TileCost kTf32Hopper[] = {{0.67, 0.67, 4.8, 1.0, 2.5}, {0.215, 0.13, 0.8, 0.2, 0.6}};
 constexpr TileCost kFp32Hopper[] = {{1.67, 1.67, 5.0, 1.0, 1.5}, {0.525, 0.44, 0.8, 0.2, 0.6}};
-constexpr TileCost kFp64Hopper[] = {{1.10, 1.10, 5.6, 1.0, 2.5}, {0.40, 0.325, 1.0, 0.2, 0.8}};
+constexpr TileCost kFp64Hopper[] = {{1.1641, 1.2670, 7.28, 0.05, 1.50}, {0.6390, 0.6279, 5.09, 2.23, 1.39}, {0.6577, 0.6243, 4.85, 2.36, 1.40}, {0.2981, 0.3292, 4.04, 0.00, 0.91}, {0.3682, 0.3366, 3.32, 1.55, 0.70}, {0.2787, 0.1909, 2.03, 0.78, 0.44}, {0.2825, 0.1940, 1.99, 0.81, 0.24}, {0.2470, 0.1189, 1.38, 0.41, 0.11}};
+
+static_assert(std::size(kHalfHopper) == std::size(HalfTiles<Element::kBf16>::kFacts) &&
+                  std::size(kTf32Hopper) == std::size(Tf32Tiles::kFacts) &&
+                  std::size(kFp32Hopper) == std::size(Fp32Tiles::kFacts) &&
+                  std::size(kFp64Hopper) == std::size(Fp64Tiles::kFacts),
+              "Every tile has its costs.");
 
 // An A100's multiprocessor against an H200's, by their peaks: an estimate.
 constexpr double ampere_slower(Element e) { return e == Element::kFp64 || e == Element::kFp32 ? 2.8 : 1.25; }

@@ -41,6 +41,7 @@ Launch prepare(const GemmCall& c, const Matrix& b) {
   p.problem = c.problem;
   p.timeout_ns = c.timeout_ns;
   p.alpha = c.alpha;
+  p.sum_kind = c.element == Element::kFp64 ? ScalarKind::kFp64 : ScalarKind::kFp32;
   const auto [operand_a, layout_a] = read_left(c.a, c.element, c.problem);
   const auto [operand_b, layout_b] = read_right(b, c.element, c.problem);
   p.a = operand_a;
@@ -113,6 +114,7 @@ uint64_t next_mark() {
 void start(Launch& launch, char* workspace, cudaStream_t stream) {
   GemmParams& p = launch.params;
   p.only_adds = adds_only(p);
+  p.plain = is_plain(p);
   if (launch.workspace_bytes > 0) {
     p.flags = reinterpret_cast<uint64_t*>(workspace);
     p.partials = workspace + launch.flag_bytes;

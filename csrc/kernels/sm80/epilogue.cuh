@@ -315,4 +315,54 @@ __device__ __forceinline__ void store_part(const GemmParams& p, const WorkItem& 
   }
 }
 
+// The tile by way of shared memory, where no thread may still read anything.
+template <class Tile>
+__device__ __forceinline__ void store_staged(const GemmParams& p, const WorkItem& item,
+                                             const Accumulators<Tile>& acc, typename Tile::Sum* staged) {
+#pragma unroll 1
+  for (int part = 0; part < Tile::kParts; ++part) {
+    if (part == 0) {
+      stage_part<Tile>(acc, staged, 0);
+    } else {
+      __syncthreads();  // all warps have read the part before
+      stage_part<Tile>(acc, staged, Tile::kParts - 1);
+    }
+    __syncthreads();
+    store_part<Tile>(p, item, staged, part);
+  }
+}
+
+// Where nothing follows and sums are not rounded: from registers, in whole sectors of 32 bytes.
+template <class Tile>
+__device__ __forceinline__ void store_plain(const GemmParams& p, const WorkItem& item,
+                                            const Accumulators<Tile>& acc) {
+  using Sum = typename Tile::Sum;
+  const int thread = thread_index_anew();
+  const int lane = thread % 32;
+  const int first_row = thread / 32 % Tile::kWarpsM * Tile::kWarpM + accumulator_row(lane, 0);
+  const int first_col = thread / 32 / Tile::kWarpsM * Tile::kWarpN + accumulator_col(lane, 0);
+  const int64_t rows = p.problem.m - item.m - first_row;
+  const int64_t cols = p.problem.n - item.n - first_col;
+  const auto alpha = static_cast<Sum>(p.alpha);
+  char* const first = start_of(p.out, item, item.n + first_col) + first_row * p.out.row_stride;
+#pragma unroll
+  for (int i = 0; i < Tile::kFragmentsM; ++i) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = 16 * i + 8 * half;
+      if (row >= rows) continue;
+      auto* const to = reinterpret_cast<Sum*>(first + row * p.out.row_stride);
+#pragma unroll
+      for (int j = 0; j < Tile::kFragmentsN; ++j) {
+        const Sum x = alpha * acc[i][j][2 * half];
+        if (8 * j + 1 < cols) {
+          store_pair(to + 8 * j, x, alpha * acc[i][j][2 * half + 1]);
+        } else if (8 * j < cols) {
+          to[8 * j] = x;
+        }
+      }
+    }
+  }
+}
+
 }  // namespace tpk::sm80

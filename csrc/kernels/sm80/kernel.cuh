@@ -23,6 +23,11 @@ template <class Tile, OperandLayout kLayout>
 constexpr int kMinCtas =
     kLayout == OperandLayout::kStrided && Tile::kMinCtas > 1 ? Tile::kMinCtas * 3 / 4 : Tile::kMinCtas;
 
+// Whether segments are loaded while the one before is stored. It takes registers, which tiles of half precision and of
+// plain fp32 have not. Outputs of the former are rounded, and take the way by shared memory, as a rule.
+template <class Tile>
+constexpr bool kOverlaps = Tile::kElement == Element::kFp64 || Tile::kElement == Element::kTf32;
+
 template <class Tile, OperandLayout kLayoutA, OperandLayout kLayoutB>
 __global__ void __launch_bounds__(Tile::kThreads, kMinCtas<Tile, kLayoutA>)
     streamk_gemm_kernel(const __grid_constant__ GemmParams p) {
@@ -37,41 +42,49 @@ __global__ void __launch_bounds__(Tile::kThreads, kMinCtas<Tile, kLayoutA>)
   const uint32_t stages = shared_address(shared);
   const FragmentReader<Tile, FragmentOrder::kA, kLayoutA> reader_a(lane, warp_m * Tile::kWarpM);
   const FragmentReader<Tile, FragmentOrder::kB, kLayoutB> reader_b(lane, warp_n * Tile::kWarpN);
-  const WorkItem& item = state.item;
 
+  // What depends on nothing but parameters may run while earlier kernels still do.
   if (threadIdx.x == 0) ::new (state.walker) Walker(static_cast<int32_t>(blockIdx.x));
-  fetch_segment<Tile>(p, &state);
+  fetch_segment<Tile>(p, &state, 0);
   allow_later_kernels();
   wait_for_earlier_kernels();
   __syncthreads();
-  for (; item.stages > 0; next_segment<Tile>(p, &state)) {
-    Loader<kLayoutA, Tile::kBM, Tile::kStageK, Tile::kElementBytes, Tile::kThreads> loader_a;
-    Loader<kLayoutB, Tile::kBN, Tile::kStageK, Tile::kElementBytes, Tile::kThreads> loader_b;
-    loader_a.start(p.a, item.a_offset, static_cast<int>(min64(Tile::kBM, p.problem.m - item.m)));
-    loader_b.start(p.b, item.b_offset, static_cast<int>(min64(Tile::kBN, p.problem.n - item.n)));
+  if (state.item[0].stages == 0) return;
+  Loader<kLayoutA, Tile::kBM, Tile::kStageK, Tile::kElementBytes, Tile::kThreads> loader_a;
+  Loader<kLayoutB, Tile::kBN, Tile::kStageK, Tile::kElementBytes, Tile::kThreads> loader_b;
+  start_segment<Tile>(p, state.item[0], loader_a, loader_b, stages);
 
+  int now = 0;
+  bool has_next;
+  do {
+    const WorkItem& item = state.item[now];
+    now = now < 2 ? now + 1 : 0;
+    const WorkItem& next = state.item[now];
+    fetch_segment<Tile>(p, &state, now);  // while the first stage is under way
     Accumulators<Tile> acc;
     clear<Tile>(acc);
-    mainloop<Tile>(acc, loader_a, loader_b, reader_a, reader_b, p.a, p.b, stages, item.stages, item.k_left);
+    mainloop<Tile>(acc, p, loader_a, loader_b, reader_a, reader_b, stages, item.stages, item.last_stage);
+    __syncthreads();  // all warps have read their last stage
+    has_next = next.stages > 0;
+    // Where nothing else needs the stages' memory, the next segment's loads are under way during what follows.
+    const bool needs_memory = !kOverlaps<Tile> || (item.slot < 0 && !p.plain);
+    if (has_next && !needs_memory) start_segment<Tile>(p, next, loader_a, loader_b, stages);
 
     if (item.slot >= 0) {
       publish_partial<Tile>(p, item.slot, acc);
-      continue;
-    }
-    if (item.first_slot >= 0) add_partials<Tile>(p, item.first_slot, item.end_slot, acc);
-    Sum* const staged = reinterpret_cast<Sum*>(shared);
-#pragma unroll 1
-    for (int part = 0; part < Tile::kParts; ++part) {
-      __syncthreads();  // all warps have read their last stage, or the part before
-      if (part == 0) {
-        stage_part<Tile>(acc, staged, 0);
+    } else {
+      if (item.first_slot >= 0) add_partials<Tile>(p, item.first_slot, item.end_slot, acc);
+      if (p.plain) {
+        store_plain<Tile>(p, item, acc);
       } else {
-        stage_part<Tile>(acc, staged, Tile::kParts - 1);
+        store_staged<Tile>(p, item, acc, reinterpret_cast<Sum*>(shared));
       }
-      __syncthreads();
-      store_part<Tile>(p, item, staged, part);
     }
-  }
+    if (has_next && needs_memory) {
+      __syncthreads();  // all warps have read what was staged
+      start_segment<Tile>(p, next, loader_a, loader_b, stages);
+    }
+  } while (has_next);
 }
 
 template <class Tile, OperandLayout kLayoutA, OperandLayout kLayoutB>

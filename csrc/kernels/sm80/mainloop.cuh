@@ -7,6 +7,7 @@
 
 #include "kernels/sm80/fragments.cuh"
 #include "kernels/sm80/loader.cuh"
+#include "kernels/sm80/scheduler.cuh"
 
 namespace tpk::sm80 {
 
@@ -25,32 +26,53 @@ __device__ __forceinline__ void clear(Accumulators<Tile>& acc) {
   }
 }
 
-// Adds a segment of k_left elements of K, which come in `count` stages, to acc. No thread may still use the
-// stages; on return others may still be reading them.
-template <class Tile, class LoaderA, class LoaderB, class ReaderA, class ReaderB>
-__device__ __forceinline__ void mainloop(Accumulators<Tile>& acc, LoaderA& loader_a, LoaderB& loader_b,
-                                         const ReaderA& reader_a, const ReaderB& reader_b, const Operand& a,
-                                         const Operand& b, uint32_t stages, int count, int64_t k_left) {
-  uint32_t write = stages;
-  const uint32_t end = stages + Tile::kStages * Tile::kStageBytes;
-  int to_load = count;
+// Brings stage number `stage` of a segment to shared memory, if there is one. A group is committed in any case, so that
+// counting groups stays counting stages.
+template <class Tile, class LoaderA, class LoaderB>
+__device__ __forceinline__ void load_stage(const GemmParams& p, LoaderA& a, LoaderB& b, uint32_t to, int stage,
+                                           int count, int last_stage) {
+  if (stage < count) {
+    const int elements = stage == count - 1 ? last_stage : Tile::kStageK;
+    a.load(p.a, to, elements);
+    b.load(p.b, to + Tile::kBytesA, elements);
+  }
+  cp_async_commit();
+}
 
-  // An empty group is committed when nothing is left to load, so that counting groups stays counting stages.
-  auto load_next = [&] {
-    if (to_load > 0) {
-      const int left = k_left < Tile::kStageK ? static_cast<int>(k_left) : Tile::kStageK;
-      loader_a.load(a, write, left);
-      loader_b.load(b, write + Tile::kBytesA, left);
-      k_left -= Tile::kStageK;
-      --to_load;
-    }
+// Loads a segment's first stages, as many as can be under way. No thread may still read any.
+template <class Tile, class LoaderA, class LoaderB>
+__device__ __forceinline__ void start_segment(const GemmParams& p, const WorkItem& item, LoaderA& a, LoaderB& b,
+                                              uint32_t stages) {
+  a.start(p.a, item.a_offset, static_cast<int>(min64(Tile::kBM, p.problem.m - item.m)));
+  b.start(p.b, item.b_offset, static_cast<int>(min64(Tile::kBN, p.problem.n - item.n)));
+#pragma unroll
+  for (int s = 0; s < Tile::kStages - 1; ++s) {
+    load_stage<Tile>(p, a, b, stages + static_cast<uint32_t>(s * Tile::kStageBytes), s, item.stages, item.last_stage);
+  }
+}
+
+// Adds a segment that was started, of `count` stages with last_stage elements of K in the last, to acc. On return other
+// threads may still be reading stages.
+template <class Tile, class LoaderA, class LoaderB, class ReaderA, class ReaderB>
+__device__ __forceinline__ void mainloop(Accumulators<Tile>& acc, const GemmParams& p, LoaderA& loader_a,
+                                         LoaderB& loader_b, const ReaderA& reader_a, const ReaderB& reader_b,
+                                         uint32_t stages, int count, int last_stage) {
+  // Loads stand among the products of the tensor cores, which are under way while addresses are worked out. Those of B
+  // come a step later, but before groups are counted in the last step.
+  constexpr bool kAmong = Tile::kElement != Element::kFp32;
+  constexpr int kStepOfB = kAmong && Tile::kKSteps > 2 ? 1 : 0;
+  const uint32_t end = stages + Tile::kRingBytes;
+  uint32_t write = end - Tile::kStageBytes;
+  const auto load_next = [&](int step, int left) {
+    const bool loads = left >= Tile::kStages;
+    const int elements = left == Tile::kStages ? last_stage : Tile::kStageK;
+    if (step == 0 && loads) loader_a.load(p.a, write, elements);
+    if (step != kStepOfB) return;
+    if (loads) loader_b.load(p.b, write + Tile::kBytesA, elements);
     cp_async_commit();
     write += Tile::kStageBytes;
     if (write == end) write = stages;
   };
-
-#pragma unroll
-  for (int s = 0; s < Tile::kStages - 1; ++s) load_next();
   cp_async_wait<Tile::kStages - 2>();
   __syncthreads();
 
@@ -61,12 +83,12 @@ __device__ __forceinline__ void mainloop(Accumulators<Tile>& acc, LoaderA& loade
   reader_b.read(fb[0], read + Tile::kBytesA, 0);
 
 #pragma unroll 1
-  for (int done = 0; done < count; ++done) {
+  for (int left = count; left > 0; --left) {
 #pragma unroll
     for (int step = 0; step < Tile::kKSteps; ++step) {
       if (step == Tile::kKSteps - 1) {
         // The next stage is complete for this thread, after the barrier for all; and all have read this one,
-        // which the next load_next overwrites.
+        // which is loaded next.
         cp_async_wait<Tile::kStages - 2>();
         __syncthreads();
         read += Tile::kStageBytes;
@@ -76,17 +98,17 @@ __device__ __forceinline__ void mainloop(Accumulators<Tile>& acc, LoaderA& loade
       constexpr int kSteps = Tile::kKSteps;
       reader_a.read(fa[(step + 1) % 2], read, (step + 1) % kSteps);
       reader_b.read(fb[(step + 1) % 2], read + Tile::kBytesA, (step + 1) % kSteps);
-      if (step == 0) load_next();
+      if (!kAmong) load_next(step, left);
 #pragma unroll
       for (int i = 0; i < Tile::kFragmentsM; ++i) {
 #pragma unroll
         for (int j = 0; j < Tile::kFragmentsN; ++j) {
           multiply<Tile::kElement>(acc[i][j], fa[step % 2][i], fb[step % 2][j / 2], j % 2);
         }
+        if (kAmong && i == 0) load_next(step, left);
       }
     }
   }
-  cp_async_wait<0>();
 }
 
 }  // namespace tpk::sm80

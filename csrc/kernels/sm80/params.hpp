@@ -36,6 +36,7 @@ struct GemmParams {
   const void* bias = nullptr;
   int64_t bias_stride = 0;  // bytes
   Problem problem;
+  ScalarKind sum_kind = ScalarKind::kFp32;
   ScalarKind out_kind = ScalarKind::kBf16;  // of preact too
   ScalarKind bias_kind = ScalarKind::kBf16;
   ScalarKind residual_kind = ScalarKind::kBf16;
@@ -43,6 +44,7 @@ struct GemmParams {
   Activation activation = Activation::kNone;  // of mul alone, where there is one
   bool accumulate = false;
   bool only_adds = false;  // see adds_only
+  bool plain = false;      // see is_plain
 
   uint64_t* flags = nullptr;  // one per slot; see fixup.cuh
   uint64_t mark = 0;          // what raised flags are; no other launch has the same
@@ -56,6 +58,12 @@ struct GemmParams {
 inline bool adds_only(const GemmParams& p) {
   return p.preact.data == nullptr && p.mul.data == nullptr && p.activation == Activation::kNone &&
          p.out.vector && (p.residual.data == nullptr || (p.residual.vector && p.residual_kind == p.out_kind));
+}
+
+// Whether alpha times the sums is all there is, in their own type and in units.
+inline bool is_plain(const GemmParams& p) {
+  return adds_only(p) && p.bias == nullptr && p.residual.data == nullptr && !p.accumulate &&
+         p.out_kind == p.sum_kind;
 }
 
 static_assert(sizeof(GemmParams) <= 1024, "Larger parameters make launches slower; beyond 4 KiB there are none.");

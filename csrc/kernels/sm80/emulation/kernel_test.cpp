@@ -108,6 +108,8 @@ int64_t trial() {
   std::vector<double2> partials(static_cast<size_t>(slots * shape.bm * shape.bn * sizeof(Sum) / 16 + 1));
   std::memset(partials.data(), 0xff, partials.size() * sizeof(double2));  // NaN
   p.only_adds = adds_only(p);
+  p.sum_kind = sum_kind;
+  p.plain = is_plain(p);
   p.flags = flags.data();
   p.partials = partials.data();
   const auto resident = static_cast<int>(between(1, 4));
