@@ -1,12 +1,11 @@
-"""``tpkernels::grouped_matmul`` and its weight gradient: rows in groups, each multiplied by a weight of its own.
+"""``tpkernels::grouped_matmul``: rows in groups, each multiplied by a weight of its own.
 
 ``grouped_matmul`` returns ``[out]``, or what the backward pass wants too: ``[out, preact]``, and with a gate
 ``[out, a b, a gate]``.
 
 Who multiplies: "streamk" is one call of the kernels for all groups, one launch on Hopper (up to 64 groups that have
 rows); "cublas" and "blas" are a product of the library for each group. Path "auto" takes the former on Hopper, for
-operands that its kernel loads. The weight gradient is a product for each group on every path: each has a K of its own,
-and mostly tiles enough to fill the device.
+operands that its kernel loads. The gradient of the weights: :mod:`._grouped_grads`.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
-from tpkernels.errors import ArgumentError, DeviceError, DTypeError, ShapeError
+from tpkernels.errors import ArgumentError, DTypeError, ShapeError
 from tpkernels.ops import _activation, _checks, _gemm, _main_grad, _nvtx, _paths, _plans
 from tpkernels.ops._collectives import accumulate_dtype
 from tpkernels.ops._main_grad import Target
@@ -269,7 +268,7 @@ def _by_library(
     made = [a.new_empty(a.shape[0], b.shape[2], dtype=out_dtype) for _ in range(1 + kept)]
     for group, rows in spans(sizes):
         if epilogue.is_plain and not want_preact:
-            _product_into(choice, a[rows], b[group], made[0][rows])
+            product_into(choice, a[rows], b[group], made[0][rows])
             continue
         gate, bias = (None if x is None else x[group] for x in (epilogue.gate, epilogue.bias))
         one = _gemm.run(
@@ -285,7 +284,8 @@ def _by_library(
     return made
 
 
-def _product_into(choice: _paths.Choice, left: Tensor, right: Tensor, out: Tensor) -> None:
+def product_into(choice: _paths.Choice, left: Tensor, right: Tensor, out: Tensor) -> None:
+    """``left @ right`` of one group."""
     if choice.gemm == "streamk":
         tf32 = _plans.may_use_tf32(left.dtype)
         _ops.streamk_gemm(left[None], right[None], None, out[None], None, "none", False, allow_tf32=tf32)
@@ -402,88 +402,6 @@ def is_transposed(b: Tensor) -> bool:
 
 
 register("grouped_matmul", _implementation, _fake, setup_context=_setup_context, backward=_backward)
-
-
-def _validate_grad(a: Tensor, dy: Tensor, sizes: Sequence[int]) -> None:
-    for name, x in (("a", a), ("dy", dy)):
-        _checks.check_operand(name, x)
-        if x.dim() != 2:
-            raise ShapeError(
-                f"{name}: expected 2 dimensions [rows of all groups, columns], got {list(x.shape)}."
-            )
-    _checks.check_like("dy", dy, "a", a)
-    if a.shape[0] != dy.shape[0]:
-        raise ShapeError(f"dy: expected the rows of a, {a.shape[0]}, got shape {list(dy.shape)}.")
-    check_sizes(sizes, a, len(sizes))
-
-
-def _grad(a: Tensor, dy: Tensor, group_sizes: list[int], transposed: bool, path: str) -> Tensor:
-    _validate_grad(a, dy, group_sizes)
-    choice = choose(path, a.device, a.dtype)._replace(open=False)  # K is new in every call: nothing to tune
-    left, right = (dy, a) if transposed else (a, dy)
-    made = a.new_empty(len(group_sizes), left.shape[1], right.shape[1])
-    for group, size in enumerate(group_sizes):
-        if size == 0:
-            made[group].zero_()
-    with _nvtx.phase("product", choice.gemm):
-        for group, rows in spans(group_sizes):
-            _product_into(choice, left[rows].t(), right[rows], made[group])
-    detail = f"{_gemm.describe(a.t(), dy)} in {len(group_sizes)} groups of K, a product for each"
-    _paths.record("grouped_weight_grad", "none", choice.gemm, detail, choice.why)
-    return made.mT if transposed else made
-
-
-def _grad_fake(a: Tensor, dy: Tensor, group_sizes: list[int], transposed: bool, path: str) -> Tensor:
-    _validate_grad(a, dy, group_sizes)
-    left, right = (dy, a) if transposed else (a, dy)
-    made = a.new_empty(len(group_sizes), left.shape[1], right.shape[1])
-    return made.mT if transposed else made
-
-
-def _grad_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    a, dy, ctx.sizes, _, ctx.path = inputs
-    ctx.save_for_backward(a, dy)
-
-
-def _grad_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    a, dy = ctx.saved_tensors
-    need_a, need_dy = ctx.needs_input_grad[:2]
-    grad_a = product(dy, grad.mT, None, ctx.sizes, ctx.path) if need_a else None
-    grad_dy = product(a, grad, None, ctx.sizes, ctx.path) if need_dy else None
-    return grad_a, grad_dy, None, None, None
-
-
-register("grouped_weight_grad", _grad, _grad_fake, setup_context=_grad_setup, backward=_grad_backward)
-
-
-def _validate_accumulate(a: Tensor, dy: Tensor, acc: Tensor, sizes: Sequence[int]) -> None:
-    _validate_grad(a, dy, sizes)
-    shape = [len(sizes), a.shape[1], dy.shape[1]]
-    if list(acc.shape) != shape:
-        raise ShapeError(f"acc: expected the products' shape {shape}, got {list(acc.shape)}.")
-    if acc.dtype != accumulate_dtype(a.dtype):
-        raise DTypeError(
-            f"acc: expected {accumulate_dtype(a.dtype)} for operands of {a.dtype}, got {acc.dtype}."
-        )
-    if acc.device != a.device:
-        raise DeviceError(f"acc: expected device {a.device} as in a, got {acc.device}; move one of them.")
-
-
-def _accumulate(a: Tensor, dy: Tensor, acc: Tensor, group_sizes: list[int], path: str) -> None:
-    _validate_accumulate(a, dy, acc, group_sizes)
-    _checks.check_no_overlap("acc", acc, [("a", a), ("dy", dy)])
-    choice = choose(path, a.device, a.dtype)._replace(open=False)
-    for group, rows in spans(group_sizes):
-        _gemm.accumulate(choice, a[rows].t(), dy[rows], acc[group])
-    detail = f"{_gemm.describe(a.t(), dy)} in {len(group_sizes)} groups of K, a product for each"
-    _paths.record("grouped_weight_grad_accumulate", "none", choice.gemm, detail, choice.why)
-
-
-def _accumulate_fake(a: Tensor, dy: Tensor, acc: Tensor, group_sizes: list[int], path: str) -> None:
-    _validate_accumulate(a, dy, acc, group_sizes)
-
-
-register("grouped_weight_grad_accumulate", _accumulate, _accumulate_fake)
 
 
 def _streamk_fake(

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tpkernels.errors import ArgumentError
 from tpkernels.ops import _grouped, _main_grad, api
+from tpkernels.ops import _grouped_grads as _register  # noqa: F401 - registers the ops
 from tpkernels.ops._arrays import gives_back, tensor
 
 
