@@ -1,5 +1,5 @@
-// The portable kernel's short way to its work (kernels/sm80/walk.hpp) against the long one: every step of every worker
-// of random plans, tiles at random positions, and division at the ends of its range.
+// The portable kernel's short way to its work (kernels/sm80/walk.hpp) against the long one: every step of
+// every worker of random plans, tiles at random positions, and division at the ends of its range.
 #include "kernels/sm80/walk.hpp"
 
 #include <random>
@@ -21,7 +21,8 @@ int64_t between(int64_t low, int64_t high) {
 
 // Small and large numbers alike.
 int64_t of_any_size(int64_t high) {
-  const double log = std::uniform_real_distribution<double>(0.0, std::log2(static_cast<double>(high)))(random_numbers);
+  const double log =
+      std::uniform_real_distribution<double>(0.0, std::log2(static_cast<double>(high)))(random_numbers);
   return std::min(high, static_cast<int64_t>(std::exp2(log)));
 }
 
@@ -63,8 +64,10 @@ void check_worker(const Walk& walk, const Schedule& schedule, int64_t worker, co
     const bool more = cursor.next(&want);
     TPK_CHECK(walker.next(walk, &got) == more, context);
     if (!more) return;
-    TPK_CHECK(got.position == want.position && got.k_begin == want.k_begin && got.k_end == want.k_end, context);
-    TPK_CHECK(got.slot == want.slot && got.first_slot == want.first_slot && got.end_slot == want.end_slot, context);
+    TPK_CHECK(got.position == want.position && got.k_begin == want.k_begin && got.k_end == want.k_end,
+              context);
+    TPK_CHECK(got.slot == want.slot && got.first_slot == want.first_slot && got.end_slot == want.end_slot,
+              context);
   }
 }
 
@@ -81,9 +84,10 @@ void check_plan(const Problem& p, int64_t workers) {
     if (kind == ScheduleKind::kSplitK && num_tiles(p, shape) > (int64_t{1} << 31) / 64) continue;
     const Plan plan = make_plan(p, shape, kind, options, CostConstants{});
     const Walk walk = make_walk(plan.schedule, plan.order);
-    const std::string context = std::string(name(kind)) + " of " + std::to_string(num_tiles(p, shape)) + " tiles of " +
-                                std::to_string(plan.schedule.k_iters) + " iterations, " + std::to_string(workers) +
-                                " workers, min_iters " + std::to_string(options.min_iters) + ", splits " +
+    const std::string context = std::string(name(kind)) + " of " + std::to_string(num_tiles(p, shape)) +
+                                " tiles of " + std::to_string(plan.schedule.k_iters) + " iterations, " +
+                                std::to_string(workers) + " workers, min_iters " +
+                                std::to_string(options.min_iters) + ", splits " +
                                 std::to_string(options.splits);
     TPK_CHECK(walk.workers == plan.schedule.workers, context);
     const int64_t count = plan.schedule.workers;
@@ -112,10 +116,13 @@ void check_refusals() {
   const TileShape shape{64, 64, 16};
   const Problem many{64, 64, 16, int64_t{1} << 31};
   const Plan plan = make_plan(many, shape, ScheduleKind::kDataParallel, {}, CostConstants{});
-  TPK_CHECK(sentence(plan.schedule, plan.order).find("to 2^31 - 1, but there are 2147483648 and") != std::string::npos, context);
+  TPK_CHECK(sentence(plan.schedule, plan.order).find("to 2^31 - 1, but there are 2147483648 and") !=
+                std::string::npos,
+            context);
   TileOrder rotated = make_tile_order({640, 64, 16, 1}, shape);
   rotated.start_m = 2;
-  TPK_CHECK(sentence(plan.schedule, rotated).find("no schedules for communication") != std::string::npos, context);
+  TPK_CHECK(sentence(plan.schedule, rotated).find("no schedules for communication") != std::string::npos,
+            context);
 }
 
 }  // namespace
@@ -126,7 +133,8 @@ int main() {
   for (int i = 0; i < 400; ++i) {
     const Problem small{of_any_size(2000), of_any_size(2000), of_any_size(20000), of_any_size(5)};
     check_plan(small, of_any_size(900));
-    const Problem large{of_any_size(int64_t{1} << 19), of_any_size(int64_t{1} << 16), of_any_size(int64_t{1} << 35), 1};
+    const Problem large{of_any_size(int64_t{1} << 19), of_any_size(int64_t{1} << 16),
+                        of_any_size(int64_t{1} << 35), 1};
     check_plan(large, of_any_size(900));
   }
   check_refusals();

@@ -39,7 +39,9 @@ def test_what_there_is_not() -> None:
         PLAN(1, 8, 8, 8, "sm80", dtype="int8")
     with pytest.raises(RuntimeError, match="the Hopper kernel, device 'sm90', takes bfloat16 and float16"):
         PLAN(1, 8, 8, 8, "sm90", dtype="float64")
-    with pytest.raises(RuntimeError, match="tile must be 128x128x16, .* or 32x32x16, or empty for the cheapest"):
+    with pytest.raises(
+        RuntimeError, match=r"tile must be 128x128x16, .* or 32x32x16, or empty for the cheapest"
+    ):
         PLAN(1, 8, 8, 8, "sm80", tile="64x64x32", dtype="float64")
 
 

@@ -75,9 +75,7 @@ extern "C" __global__ void hold(unsigned long long nanoseconds) {
 
 @pytest.mark.parametrize("tile", ["", "64x64x32"])  # the second is the portable kernel's
 @pytest.mark.parametrize("free", [0, 1, 5])
-def test_beside_a_kernel_that_holds_multiprocessors(
-    free: int, tile: str, generator: torch.Generator
-) -> None:
+def test_beside_a_kernel_that_holds_multiprocessors(free: int, tile: str, generator: torch.Generator) -> None:
     """Fewer resident CTAs than workers: the plan finishes all the same, with the same bits."""
     cp: Any = pytest.importorskip("cupy", reason="needs CuPy: pip install cupy-cuda13x")
     hold = cp.RawKernel(HOLD, "hold")

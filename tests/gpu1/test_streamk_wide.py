@@ -261,7 +261,9 @@ def test_replays_find_no_flag_of_the_replay_before(kind: str, generator: torch.G
 def test_tiles_of_other_types() -> None:
     a, out = torch.zeros(1, 64, 64, dtype=torch.float64, device="cuda"), torch.zeros(1, 64, 64, device="cuda")
     for tile in ("128x128x32", "64x64x8"):
-        with pytest.raises(RuntimeError, match="tile must be 128x128x16, .* or 32x32x16, or empty for the cheapest"):
+        with pytest.raises(
+            RuntimeError, match=r"tile must be 128x128x16, .* or 32x32x16, or empty for the cheapest"
+        ):
             gemm(a, a.clone(), out, tile=tile)
     with pytest.raises(RuntimeError, match="tile '128x256x64/2x1' is one of the Hopper kernel"):
         gemm(a, a.clone(), out, tile="128x256x64/2x1")

@@ -1,5 +1,5 @@
-// What the portable kernel's work costs, by element and tile. Rough on purpose: it has to rank tiles, schedules and
-// splits, not to tell time.
+// What the portable kernel's work costs, by element and tile. Rough on purpose: it has to rank tiles,
+// schedules and splits, not to tell time.
 #pragma once
 
 #include <algorithm>
@@ -43,7 +43,10 @@ constexpr TileCost kHalfHopper[] = {
     {0.62, 0.62, 4.8, 1.0, 2.5}, {0.42, 0.335, 3.6, 1.0, 1.5}, {0.156, 0.108, 0.8, 0.2, 0.6}};
 constexpr TileCost kTf32Hopper[] = {{0.67, 0.67, 4.8, 1.0, 2.5}, {0.215, 0.13, 0.8, 0.2, 0.6}};
 constexpr TileCost kFp32Hopper[] = {{1.67, 1.67, 5.0, 1.0, 1.5}, {0.525, 0.44, 0.8, 0.2, 0.6}};
-constexpr TileCost kFp64Hopper[] = {{1.1641, 1.2670, 7.28, 0.05, 1.50}, {0.6390, 0.6279, 5.09, 2.23, 1.39}, {0.6577, 0.6243, 4.85, 2.36, 1.40}, {0.2981, 0.3292, 4.04, 0.00, 0.91}, {0.3682, 0.3366, 3.32, 1.55, 0.70}, {0.2787, 0.1909, 2.03, 0.78, 0.44}, {0.2825, 0.1940, 1.99, 0.81, 0.24}, {0.2470, 0.1189, 1.38, 0.41, 0.11}};
+constexpr TileCost kFp64Hopper[] = {{1.1641, 1.2670, 7.28, 0.05, 1.50}, {0.6390, 0.6279, 5.09, 2.23, 1.39},
+                                    {0.6577, 0.6243, 4.85, 2.36, 1.40}, {0.2981, 0.3292, 4.04, 0.00, 0.91},
+                                    {0.3682, 0.3366, 3.32, 1.55, 0.70}, {0.2787, 0.1909, 2.03, 0.78, 0.44},
+                                    {0.2825, 0.1940, 1.99, 0.81, 0.24}, {0.2470, 0.1189, 1.38, 0.41, 0.11}};
 
 static_assert(std::size(kHalfHopper) == std::size(HalfTiles<Element::kBf16>::kFacts) &&
                   std::size(kTf32Hopper) == std::size(Tf32Tiles::kFacts) &&
@@ -68,14 +71,16 @@ inline TileCost tile_cost(Element e, int tile, Generation g) {
 
 // Every operand read once, and the output written.
 inline double memory_us(const Problem& p, Element e, const MachineCost& machine) {
-  const auto elements = static_cast<double>(p.batch) *
-                        (static_cast<double>(p.m) * static_cast<double>(p.k) + static_cast<double>(p.k) * static_cast<double>(p.n) +
-                         static_cast<double>(p.m) * static_cast<double>(p.n));
+  const auto elements = static_cast<double>(p.batch) * (static_cast<double>(p.m) * static_cast<double>(p.k) +
+                                                        static_cast<double>(p.k) * static_cast<double>(p.n) +
+                                                        static_cast<double>(p.m) * static_cast<double>(p.n));
   return machine.launch_us + elements * bytes_of(e) / machine.bytes_per_us;
 }
 
 // CTAs beside each other on a multiprocessor.
-inline int64_t beside(int64_t ctas, int64_t multiprocessors) { return max64(1, ceil_div(ctas, multiprocessors)); }
+inline int64_t beside(int64_t ctas, int64_t multiprocessors) {
+  return max64(1, ceil_div(ctas, multiprocessors));
+}
 
 // A CTA that does this much while r - 1 others on its multiprocessor do as much.
 inline double work_us(const TileCost& t, const WorkCounts& n, int64_t r) {
@@ -87,8 +92,8 @@ inline double work_us(const TileCost& t, const WorkCounts& n, int64_t r) {
 }
 
 // The time of a schedule where a multiprocessor holds `resident` CTAs.
-inline double predict_us(const Schedule& s, const TileCost& t, const MachineCost& machine, int64_t multiprocessors,
-                         int64_t resident) {
+inline double predict_us(const Schedule& s, const TileCost& t, const MachineCost& machine,
+                         int64_t multiprocessors, int64_t resident) {
   const int64_t at_once = min64(s.workers, multiprocessors * resident);
   const int64_t r = beside(at_once, multiprocessors);
   double time = 0;
@@ -108,7 +113,8 @@ inline double predict_us(const Schedule& s, const TileCost& t, const MachineCost
     const int64_t step = max64(1, p.workers / 24);
     double longest = 0;
     for (int64_t w = p.workers - 1; w >= 0; w -= step)
-      longest = std::max(longest, work_us(t, count_work(piece, w), beside(min64(p.workers, at_once), multiprocessors)));
+      longest = std::max(
+          longest, work_us(t, count_work(piece, w), beside(min64(p.workers, at_once), multiprocessors)));
     time += static_cast<double>(ceil_div(p.workers, at_once)) * longest;
   }
   return machine.launch_us + (s.num_slots > 0 ? machine.cut_us : 0.0) + time;

@@ -1,4 +1,5 @@
-// Division by numbers that the launcher knows: a multiplication, where the device's own is a long run of code.
+// Division by numbers that the launcher knows: a multiplication, where the device's own is a long run of
+// code.
 #pragma once
 
 #include <cstdint>

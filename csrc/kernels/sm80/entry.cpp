@@ -97,8 +97,8 @@ void launch_kernel(const KernelInfo& kernel, unsigned grid, void** arguments, bo
   check_cuda(cudaLaunchKernelExC(&config, kernel.function, arguments), what);
 }
 
-// Never the same twice in a process, nor what memory of any other origin holds (see fixup.cuh): a count from a random
-// number on, by the one-to-one mixing of splitmix64 (Steele, Lea, Flood 2014).
+// Never the same twice in a process, nor what memory of any other origin holds (see fixup.cuh): a count from
+// a random number on, by the one-to-one mixing of splitmix64 (Steele, Lea, Flood 2014).
 uint64_t next_mark() {
   static std::atomic<uint64_t> count{[] {
     std::random_device random;

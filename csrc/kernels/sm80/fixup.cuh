@@ -2,9 +2,10 @@
 // global memory. A slot is written once and read once per launch, in fragment order: thread t's i-th 16 bytes
 // of accumulators are the unit i * kThreads + t, so every access of a warp is 512 contiguous bytes.
 //
-// Flags need not be cleared in front of a launch. A flag is raised once it has the launch's mark, 64 bits that no
-// other launch of the process has, and the finisher, its only reader, takes the mark away again: so none is
-// found by a replay of the same launch, and what else lies in this memory is a mark once in 2^64 times.
+// Flags need not be cleared in front of a launch. A flag is raised once it has the launch's mark, 64 bits
+// that no other launch of the process has, and the finisher, its only reader, takes the mark away again: so
+// none is found by a replay of the same launch, and what else lies in this memory is a mark once in 2^64
+// times.
 #pragma once
 
 #include <cstdio>
@@ -85,7 +86,8 @@ __device__ __forceinline__ bool wait_for_partial(const GemmParams& p, int64_t sl
     bool there;
     do {
       __nanosleep(20);
-      late = patience.ends(comm::now_ns());  // then one more look: this CTA may have been off the multiprocessor
+      late =
+          patience.ends(comm::now_ns());  // then one more look: this CTA may have been off the multiprocessor
       there = load_acquire(flag) == p.mark;
     } while (!there && !late);
     if (!there) return false;

@@ -23,8 +23,9 @@ template <class Tile, OperandLayout kLayout>
 constexpr int kMinCtas =
     kLayout == OperandLayout::kStrided && Tile::kMinCtas > 1 ? Tile::kMinCtas * 3 / 4 : Tile::kMinCtas;
 
-// Whether segments are loaded while the one before is stored. It takes registers, which tiles of half precision and of
-// plain fp32 have not. Outputs of the former are rounded, and take the way by shared memory, as a rule.
+// Whether segments are loaded while the one before is stored. It takes registers, which tiles of half
+// precision and of plain fp32 have not. Outputs of the former are rounded, and take the way by shared memory,
+// as a rule.
 template <class Tile>
 constexpr bool kOverlaps = Tile::kElement == Element::kFp64 || Tile::kElement == Element::kTf32;
 
@@ -66,7 +67,8 @@ __global__ void __launch_bounds__(Tile::kThreads, kMinCtas<Tile, kLayoutA>)
     mainloop<Tile>(acc, p, loader_a, loader_b, reader_a, reader_b, stages, item.stages, item.last_stage);
     __syncthreads();  // all warps have read their last stage
     has_next = next.stages > 0;
-    // Where nothing else needs the stages' memory, the next segment's loads are under way during what follows.
+    // Where nothing else needs the stages' memory, the next segment's loads are under way during what
+    // follows.
     const bool needs_memory = !kOverlaps<Tile> || (item.slot < 0 && !p.plain);
     if (has_next && !needs_memory) start_segment<Tile>(p, next, loader_a, loader_b, stages);
 

@@ -26,11 +26,11 @@ __device__ __forceinline__ void clear(Accumulators<Tile>& acc) {
   }
 }
 
-// Brings stage number `stage` of a segment to shared memory, if there is one. A group is committed in any case, so that
-// counting groups stays counting stages.
+// Brings stage number `stage` of a segment to shared memory, if there is one. A group is committed in any
+// case, so that counting groups stays counting stages.
 template <class Tile, class LoaderA, class LoaderB>
-__device__ __forceinline__ void load_stage(const GemmParams& p, LoaderA& a, LoaderB& b, uint32_t to, int stage,
-                                           int count, int last_stage) {
+__device__ __forceinline__ void load_stage(const GemmParams& p, LoaderA& a, LoaderB& b, uint32_t to,
+                                           int stage, int count, int last_stage) {
   if (stage < count) {
     const int elements = stage == count - 1 ? last_stage : Tile::kStageK;
     a.load(p.a, to, elements);
@@ -41,24 +41,25 @@ __device__ __forceinline__ void load_stage(const GemmParams& p, LoaderA& a, Load
 
 // Loads a segment's first stages, as many as can be under way. No thread may still read any.
 template <class Tile, class LoaderA, class LoaderB>
-__device__ __forceinline__ void start_segment(const GemmParams& p, const WorkItem& item, LoaderA& a, LoaderB& b,
-                                              uint32_t stages) {
+__device__ __forceinline__ void start_segment(const GemmParams& p, const WorkItem& item, LoaderA& a,
+                                              LoaderB& b, uint32_t stages) {
   a.start(p.a, item.a_offset, static_cast<int>(min64(Tile::kBM, p.problem.m - item.m)));
   b.start(p.b, item.b_offset, static_cast<int>(min64(Tile::kBN, p.problem.n - item.n)));
 #pragma unroll
   for (int s = 0; s < Tile::kStages - 1; ++s) {
-    load_stage<Tile>(p, a, b, stages + static_cast<uint32_t>(s * Tile::kStageBytes), s, item.stages, item.last_stage);
+    load_stage<Tile>(p, a, b, stages + static_cast<uint32_t>(s * Tile::kStageBytes), s, item.stages,
+                     item.last_stage);
   }
 }
 
-// Adds a segment that was started, of `count` stages with last_stage elements of K in the last, to acc. On return other
-// threads may still be reading stages.
+// Adds a segment that was started, of `count` stages with last_stage elements of K in the last, to acc. On
+// return other threads may still be reading stages.
 template <class Tile, class LoaderA, class LoaderB, class ReaderA, class ReaderB>
 __device__ __forceinline__ void mainloop(Accumulators<Tile>& acc, const GemmParams& p, LoaderA& loader_a,
                                          LoaderB& loader_b, const ReaderA& reader_a, const ReaderB& reader_b,
                                          uint32_t stages, int count, int last_stage) {
-  // Loads stand among the products of the tensor cores, which are under way while addresses are worked out. Those of B
-  // come a step later, but before groups are counted in the last step.
+  // Loads stand among the products of the tensor cores, which are under way while addresses are worked out.
+  // Those of B come a step later, but before groups are counted in the last step.
   constexpr bool kAmong = Tile::kElement != Element::kFp32;
   constexpr int kStepOfB = kAmong && Tile::kKSteps > 2 ? 1 : 0;
   const uint32_t end = stages + Tile::kRingBytes;

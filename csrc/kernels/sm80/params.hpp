@@ -66,6 +66,7 @@ inline bool is_plain(const GemmParams& p) {
          p.out_kind == p.sum_kind;
 }
 
-static_assert(sizeof(GemmParams) <= 1024, "Larger parameters make launches slower; beyond 4 KiB there are none.");
+static_assert(sizeof(GemmParams) <= 1024,
+              "Larger parameters make launches slower; beyond 4 KiB there are none.");
 
 }  // namespace tpk::sm80

@@ -50,9 +50,9 @@ inline double predict_us(const Problem& p, Element element, int tile, const Sche
                   memory_us(p, element, cost.machine));
 }
 
-// schedule: a name of host/schedule_builder.hpp or "auto". workers: CTAs, 0 for as many as fit. tile: a name such as
-// "128x128x32", "" for the cheapest that the device can hold. Throws std::invalid_argument with a sentence where an
-// argument makes no sense.
+// schedule: a name of host/schedule_builder.hpp or "auto". workers: CTAs, 0 for as many as fit. tile: a name
+// such as "128x128x32", "" for the cheapest that the device can hold. Throws std::invalid_argument with a
+// sentence where an argument makes no sense.
 inline GemmPlan plan_gemm(const Problem& p, Element element, Generation generation, int64_t multiprocessors,
                           std::string_view schedule, int64_t workers, int64_t splits, std::string_view tile,
                           const Residency& residency) {

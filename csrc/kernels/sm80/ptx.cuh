@@ -48,8 +48,8 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
 }
 
 // Copies the first `bytes` (0 ... 16) of 16 bytes and zero-fills the rest; with bytes = 0 nothing is read, so
-// the source may lie anywhere. Asynchronous: visible to this thread after cp_async_wait. What lies beside it is brought
-// to the L2 as well: a row's next stage.
+// the source may lie anywhere. Asynchronous: visible to this thread after cp_async_wait. What lies beside it
+// is brought to the L2 as well: a row's next stage.
 __device__ __forceinline__ void cp_async_16(uint32_t shared, const void* global, int bytes) {
   asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes)
                : "memory");

@@ -21,7 +21,7 @@ struct WorkItem {
   int64_t slot;
   int64_t first_slot;
   int64_t end_slot;
-  int32_t stages;  // in which the elements of K come; 0: no work is left
+  int32_t stages;      // in which the elements of K come; 0: no work is left
   int32_t last_stage;  // elements of the last one
 };
 
@@ -62,7 +62,8 @@ __device__ __forceinline__ void fetch(const GemmParams& p, WorkerState* state, i
   }
 }
 
-// The CTA's next segment into state->item[place], for all threads behind the next barrier. 0 stages: there is none.
+// The CTA's next segment into state->item[place], for all threads behind the next barrier. 0 stages: there is
+// none.
 template <class Tile>
 __device__ __forceinline__ void fetch_segment(const GemmParams& p, WorkerState* state, int place) {
   if (threadIdx.x == 0) fetch<Tile>(p, state, place);

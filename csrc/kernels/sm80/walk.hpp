@@ -1,7 +1,7 @@
-// How a CTA finds its work: a plan's schedule and tile order, boiled down by the launcher to a few words and to
-// divisions by multiplication. One thread works the first segment out before anything can be loaded, through code
-// and parameters that no cache holds yet, so that both must be short. tpk::SegmentCursor and tpk::TileOrder say
-// what is meant; cmake/tests/sm80_walk_test.cpp holds this against them.
+// How a CTA finds its work: a plan's schedule and tile order, boiled down by the launcher to a few words and
+// to divisions by multiplication. One thread works the first segment out before anything can be loaded,
+// through code and parameters that no cache holds yet, so that both must be short. tpk::SegmentCursor and
+// tpk::TileOrder say what is meant; cmake/tests/sm80_walk_test.cpp holds this against them.
 #pragma once
 
 #include <algorithm>
@@ -27,7 +27,8 @@ struct WalkPiece {
   int32_t num_tiles = 0;
   int32_t shares = 0;  // 0: whole tiles
   int32_t first_slot = 0;
-  // Share i begins at unit i * each + i * rest / shares. A tile has as many units as iterations, or as granules.
+  // Share i begins at unit i * each + i * rest / shares. A tile has as many units as iterations, or as
+  // granules.
   int64_t each = 0;
   int64_t rest = 0;
   Divisor<uint64_t> of_shares;
@@ -56,7 +57,8 @@ struct Walk {
     const auto group = of_group.divide(matrix.remainder);
     const bool last = static_cast<int32_t>(group.quotient) == last_group;
     const auto column = (last ? of_last_rows : of_rows).divide(group.remainder);
-    return {matrix.quotient, static_cast<int64_t>(group.quotient) * group_m + column.remainder, column.quotient};
+    return {matrix.quotient, static_cast<int64_t>(group.quotient) * group_m + column.remainder,
+            column.quotient};
   }
 
   // See tpk::share_begin and tpk::snap_cut.
@@ -158,9 +160,9 @@ class Walker {
 inline Walk make_walk(const Schedule& s, const TileOrder& order) {
   constexpr int64_t kMost = (int64_t{1} << 31) - 1;
   if (order.size() > kMost || s.workers > kMost) {
-    throw std::runtime_error(
-        "the portable kernel counts tiles and workers to 2^31 - 1, but there are " + std::to_string(order.size()) +
-        " and " + std::to_string(s.workers) + ": take fewer matrices in a batch, or larger tiles.");
+    throw std::runtime_error("the portable kernel counts tiles and workers to 2^31 - 1, but there are " +
+                             std::to_string(order.size()) + " and " + std::to_string(s.workers) +
+                             ": take fewer matrices in a batch, or larger tiles.");
   }
   if (s.num_pieces > kMostWalkPieces || s.turns != 1 || order.num_bands > 0 || order.start_m > 0)
     throw std::runtime_error("the portable kernel has no schedules for communication.");

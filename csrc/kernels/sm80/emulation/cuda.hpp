@@ -179,8 +179,8 @@ inline void run_cta(int block, int threads, const std::function<void()>& kernel)
   }
 }
 
-// Runs kernel() as grid CTAs of `threads` threads: `resident` at a time, which start in the order of their numbers,
-// each when one before it has ended.
+// Runs kernel() as grid CTAs of `threads` threads: `resident` at a time, which start in the order of their
+// numbers, each when one before it has ended.
 inline void launch(int grid, int threads, const std::function<void()>& kernel, int resident = 8) {
   std::atomic<int> next{0};
   std::vector<std::thread> places;

@@ -146,7 +146,8 @@ void trial(int number) {
     is_cut |= l.mark != 0;
     // split_k has a CTA for every part of a tile.
     if (schedule != "split_k")
-      check(l.grid <= (call.workers > 0 ? call.workers : call.multiprocessors * kResident), context + ": grid");
+      check(l.grid <= (call.workers > 0 ? call.workers : call.multiprocessors * kResident),
+            context + ": grid");
   }
   check(launches[0].mark == 0 || launches[0].mark != launches.back().mark || !has_gate, context + ": marks");
   // Memory for what CTAs tell each other, and for a gate's product; none where there is neither.
