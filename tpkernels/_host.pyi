@@ -387,3 +387,39 @@ def simulate_progress(
         owner_waits: "none", "tile" or "shard": what the owner's epilogue waits for on the other ranks.
         defer_straddlers: tiles of several owners are reduced at the end of the worker instead of in their epilogue.
     """
+
+def portable_cost(device: str) -> dict[str, float]:
+    """Constants of the portable kernel's cost model (csrc/kernels/sm80/cost_in_use.hpp) for "sm80" or "sm90-portable":
+    "launch_us", "alone_us 128x256x32 half", ..."""
+
+class PortableCost:
+    """Constants of that cost model, read from a dict once.
+
+    Raises:
+        ValueError: ``constants`` has other names than ``portable_cost()``.
+    """
+
+    def __init__(self, constants: dict[str, float]) -> None: ...
+
+class PortablePlan:
+    """A plan of the portable kernel."""
+
+    @property
+    def plan(self) -> Plan: ...
+
+def portable_plan(
+    m: int,
+    n: int,
+    k: int,
+    *,
+    device: str,
+    dtype: str = "bfloat16",
+    schedule: str = "auto",
+    splits: int = 1,
+    tile: str = "",
+    multiprocessors: int,
+) -> PortablePlan:
+    """The plan that the arguments name, as torch.ops.tpkernels.streamk_plan takes them."""
+
+def portable_predict_us(plan: PortablePlan, cost: PortableCost) -> float:
+    """Predicted time of a plan with other constants."""

@@ -244,11 +244,13 @@ STABLE_TORCH_LIBRARY(tpkernels, m) {
       "int splits=1, int multiprocessors=0, str tile='', bool gated=False, bool finishes=False, "
       "bool outer_major=False, int[] group_sizes=[], str dtype='bfloat16', str collective='', "
       "int[] shard_rows=[], int rank=0, int out_bytes=2) -> (str, int[], float)");
-  // Constants of the cost models that plans are made with, as text: host/cost_text.hpp. device: "cpu" or
-  // "sm90". set_plan_cost with "": those that the library came with. sm90a_set_cost is the same for launches
-  // of _C_sm90a, which has its own copy.
+  // Constants of the cost models that plans are made with, as text: host/cost_text.hpp. device: "cpu",
+  // "sm90", or of the portable kernel "sm80" or "sm90-portable". set_plan_cost with "": those that the
+  // library came with. sm90a_set_cost and sm80_set_cost are the same for launches of _C_sm90a and _C_sm80,
+  // which have copies of their own.
   m.def("plan_cost(str device) -> str");
   m.def("set_plan_cost(str device, str text) -> ()");
   m.def("sm90a_set_cost(str text) -> ()");
+  m.def("sm80_set_cost(str device, str text) -> ()");
   m.def("build_info() -> str");
 }

@@ -10,5 +10,6 @@ void bind_shards(pybind11::module_& m);
 void bind_plan(pybind11::module_& m);
 void bind_progress(pybind11::module_& m);
 void bind_hopper(pybind11::module_& m);
+void bind_portable(pybind11::module_& m);
 
 }  // namespace tpk::python

@@ -8,4 +8,5 @@ PYBIND11_MODULE(_host, m) {
   tpk::python::bind_plan(m);
   tpk::python::bind_progress(m);
   tpk::python::bind_hopper(m);
+  tpk::python::bind_portable(m);
 }

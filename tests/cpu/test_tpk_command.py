@@ -317,7 +317,7 @@ def made_times(monkeypatch):
         pytest.skip(_extensions.why_not("_host"))
     cpu = _plans.Machine("cpu")
 
-    def sample(size, kind, device):
+    def sample(size, kind, device, dtype):
         for plan in calibrate.plans(_plans.Product(1, *size), cpu):
             predict = calibrate.predictor("cpu", size, plan, cpu)
             yield fitting.Sample(str(size), predict(TRUTH), predict, calibrate._matters("cpu", plan.tile))
@@ -407,10 +407,78 @@ def test_rows_of_the_hopper_kernel():
         assert matter <= names and f"iter_us {plan.tile}" in matter
 
 
-def test_fixed_constants(monkeypatch, capsys):
-    monkeypatch.setattr(constants, "kind_of", lambda device: None)
-    assert ran("calibrate", *DEVICE) == 2
-    assert "the constants of the portable CUDA kernel" in capsys.readouterr().err
+@pytest.mark.parametrize("kind", constants.PORTABLE)
+def test_rows_of_the_portable_kernel(kind):
+    """Every tile of every precision has rows, whole and cut, and its constants matter to its own rows alone."""
+    if not _extensions.is_loaded("_host"):
+        pytest.skip(_extensions.why_not("_host"))
+    machine = _plans.Machine(kind, 100)
+    start = constants.read(kind)
+    seen = set()
+    for i, (size, dtype) in enumerate(calibrate.products(kind)):
+        product = _plans.Product(1, *size, dtype=dtype)
+        for j, plan in enumerate(calibrate.plans(product, machine)):
+            seen.add((dtype, plan.tile, plan.schedule == "data_parallel"))
+            if (i + j) % 3:
+                continue
+            predict = calibrate.predictor(kind, size, plan, machine, dtype)
+            told = _plans.plan(product, machine, plan.schedule, plan.tile, plan.splits)
+            assert predict(dict(start)) == pytest.approx(told["predicted_us"])
+            names = calibrate._matters(kind, plan.tile, dtype)
+            matter = {n for n in start if predict(start | {n: start[n] * 1.5}) != predict(dict(start))}
+            assert matter <= names and matter
+    tiles = {("bfloat16", tile) for tile in _plans.TILES[kind]}
+    tiles |= {(dtype, tile) for dtype, names in _plans.WIDE_TILES.items() for tile in names}
+    assert {(dtype, tile) for dtype, tile, _ in seen} == tiles
+    assert {(dtype, whole) for dtype, _, whole in seen} == {(d, w) for d, _ in tiles for w in (True, False)}
+
+
+def test_calibrate_the_portable_kernel(monkeypatch, capsys, cache):
+    """Known constants are found again from times made with them, and plans are made with what was found."""
+    if not _extensions.is_loaded("_host"):
+        pytest.skip(_extensions.why_not("_host"))
+    kind, cpu = "sm90-portable", torch.device("cpu")
+    machine, before = _plans.Machine(kind, 132), constants.read(kind)
+    factors = {"launch_us": 2.0, "bytes_per_us": 0.5}
+    truth = {n: v * factors.get(n, 1.4 if n.startswith("alone") else 1.2) for n, v in before.items()}
+    asked_for = []
+
+    def sample(size, kind, device, dtype):
+        asked_for.append(dtype)
+        for plan in calibrate.plans(_plans.Product(1, *size, dtype=dtype), machine):
+            predict = calibrate.predictor(kind, size, plan, machine, dtype)
+            names = calibrate._matters(kind, plan.tile, dtype)
+            yield fitting.Sample(f"{dtype} {size}", predict(truth), predict, names)
+
+    monkeypatch.setattr(calibrate, "sample", sample)
+    monkeypatch.setattr(constants, "kinds_of", lambda device: ("sm90", kind))
+    product = _plans.Product(1, 256, 256, 8192, dtype="float64")
+    first = _plans.plan(product, machine)["predicted_us"]
+    try:
+        assert ran("calibrate", "--kernel", "portable", *DEVICE) == 0
+        out = capsys.readouterr().out
+        names = ("in use", "fitted", "fitted, on others")
+        rows = {name: re.search(rf"^{name} +([\d.]+)%", out, re.M) for name in names}
+        median = {name: float(found[1]) for name, found in rows.items()}
+        assert median["in use"] > 10 and median["fitted"] < 3 and median["fitted, on others"] < 6, out
+        assert set(asked_for) == set(calibrate.DTYPES["portable"])
+        now = constants.read(kind)
+        assert now != before and _plans.plan(product, machine)["predicted_us"] > 1.1 * first
+        # Another process.
+        constants.use(kind, None)
+        local.forget()
+        local.store_of(cpu)
+        assert constants.read(kind) == now
+    finally:
+        constants.use(kind, None)
+    assert constants.read(kind) == before and constants.read("sm80") != before
+
+
+def test_kernels_to_calibrate(capsys):
+    assert ran("calibrate", "--kernel", "portable", *DEVICE) == 2
+    assert "--kernel: the portable kernel is for CUDA devices, got cpu" in capsys.readouterr().err
+    assert ran("calibrate", "--kernel", "best", *DEVICE) == 2
+    assert "--kernel: expected portable, or to leave it out, got 'best'" in capsys.readouterr().err
 
 
 def test_setting_constants():
@@ -426,8 +494,14 @@ def test_setting_constants():
         with pytest.raises(RuntimeError, match=re.escape(words)):
             torch.ops.tpkernels.set_plan_cost("cpu", text)
     assert torch.ops.tpkernels.plan_cost("cpu") == usual
-    with pytest.raises(RuntimeError, match="device must be 'cpu' or 'sm90', but it is 'sm80'"):
-        torch.ops.tpkernels.set_plan_cost("sm80", "")
+    known = "device must be 'cpu', 'sm80', 'sm90' or 'sm90-portable', but it is 'sm70'"
+    with pytest.raises(RuntimeError, match=known):
+        torch.ops.tpkernels.set_plan_cost("sm70", "")
+    for kind in constants.PORTABLE:
+        usual = torch.ops.tpkernels.plan_cost(kind)
+        with pytest.raises(RuntimeError, match="constants must have 'cut_us', but have not"):
+            torch.ops.tpkernels.set_plan_cost(kind, "launch_us 1")
+        assert torch.ops.tpkernels.plan_cost(kind) == usual
 
 
 def test_the_page(monkeypatch, tmp_path):

@@ -15,7 +15,7 @@ import tpkernels as tpk
 from tpkernels.ops import _gemm as gemms
 from tpkernels.ops import _plans
 from tpkernels.testing import assert_close_tiles
-from tpkernels.tune import cli, constants, grouped, local, scaled
+from tpkernels.tune import calibrate, cli, constants, grouped, local, scaled
 
 pytestmark = pytest.mark.gpu1
 BF16 = torch.bfloat16
@@ -236,6 +236,45 @@ def test_constants_reach_launches(generator: torch.Generator) -> None:
     finally:
         constants.use("sm90", None)
     assert constants.read("sm90") == before and torch.equal(run(), usual)
+
+
+def test_constants_of_the_portable_kernel_reach_launches(generator: torch.Generator) -> None:
+    """With waits made too expensive a launch by "auto" has the bits of whole tiles, in float32 too."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    kind = constants.kinds_of(device)[-1]
+    machine = _plans.machine_of("cuda", device)._replace(architecture=kind)
+    m, n, k = 128, 128, 16384  # a few tiles with a long K: cut
+    a = randn(1, m, k, dtype=torch.float32, generator=generator)
+    b = randn(1, k, n, dtype=torch.float32, generator=generator)
+    product = _plans.Product(1, m, n, k, dtype="float32")
+
+    def run(**options: str) -> torch.Tensor:
+        out = filled(1, m, n, dtype=torch.float32)
+        gemm(a, b, out, **options)
+        return out
+
+    usual, before = run(), constants.read(kind)
+    assert _plans.plan(product, machine)["partial_tiles"] > 0
+    try:
+        constants.use(kind, before | {"cut_us": 1e6})
+        plan = _plans.plan(product, machine)
+        assert plan["partial_tiles"] == 0
+        whole = run()
+        assert torch.equal(whole, run(schedule="data_parallel", tile=_plans.tile_name(plan, machine)))
+        assert not torch.equal(whole, usual)
+    finally:
+        constants.use(kind, None)
+    assert constants.read(kind) == before and torch.equal(run(), usual)
+
+
+def test_the_portable_kernel_is_calibrated() -> None:
+    """Every precision is timed by plans of its own tiles, TF32 as such."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    precision = torch.backends.cuda.matmul.fp32_precision
+    found = calibrate.calibrate(device, portable=True, shapes=((512, 512, 512), (256, 384, 2048)))
+    assert found.kind in constants.PORTABLE and found.samples >= 2 * 2 * 4
+    assert found.after.rms <= 1.1 * found.before.rms
+    assert torch.backends.cuda.matmul.fp32_precision == precision
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 
 from tpkernels import _extensions
-from tpkernels.errors import BackendError
+from tpkernels.errors import ArgumentError, BackendError
 from tpkernels.ops import _gemm, _plans
 from tpkernels.ops._paths import Choice, PlanArguments
 from tpkernels.tune import candidates, case, constants, fitting, local, timer
@@ -33,8 +34,14 @@ SHAPES = {
         (700, 300, 900), (768, 768, 256), (32, 4096, 512), (384, 1536, 640), (96, 96, 96), (8, 512, 4096),
         (1000, 1000, 64), (200, 200, 2000),
     ),
+    "portable": (
+        (4096, 4096, 4096), (2048, 2048, 2048), (1024, 1024, 1024), (512, 512, 512), (256, 256, 256),
+        (2048, 5120, 2048), (512, 4096, 4096), (256, 256, 8192), (1024, 8192, 512), (640, 1536, 3072),
+        (3072, 768, 1536), (128, 4096, 4096), (16, 8192, 4096), (300, 500, 3000), (4096, 4096, 256),
+    ),
 }  # fmt: skip
-_DTYPES = {"sm90": torch.bfloat16, "cpu": torch.float32}
+# Of operands, as _plans.Product names them: each has tiles of its own.
+DTYPES = {"sm90": ("bfloat16",), "cpu": ("float32",), "portable": ("bfloat16", "tf32", "float32", "float64")}
 _FAR = 2.5  # times the cheapest prediction: plans slower than that tell of nothing that is ever chosen
 _STAY = 0.02  # constants of another machine may be far away
 _ROUNDS = 5
@@ -59,22 +66,24 @@ class Calibration(NamedTuple):
 def calibrate(
     device: torch.device,
     *,
+    portable: bool = False,
     shapes: tuple[tuple[int, int, int], ...] | None = None,
     measured: Callable[[str], None] = lambda shape: None,
 ) -> Calibration:
     """Times products on a device and fits the constants of its kernel's cost model. Changes nothing.
 
-    ``measured`` is told of every shape when it is done.
+    ``portable``: of the portable CUDA kernel, also on Hopper. ``measured`` is told of every product when it is done.
 
     Raises:
-        BackendError: the constants of this device's kernel are fixed, or ``_host`` is not there.
+        ArgumentError: ``portable`` where there is no such kernel.
+        BackendError: ``_host`` is not there.
     """
-    kind = kind_of(device)
+    kind = kind_of(device, portable=portable)
     local.store_of(device)  # what was calibrated before is what is in use
     samples: list[Sample] = []
-    for size in shapes or SHAPES[kind]:
-        samples += sample(size, kind, device)
-        measured("x".join(map(str, size)))
+    for size, dtype in products(kind, shapes):
+        samples += sample(size, kind, device, dtype)
+        measured("x".join(map(str, size)) + (f" {dtype}" if kind in constants.PORTABLE else ""))
     was = constants.read(kind)
     start = _shipped(kind)
     fitted = fitting.fit(samples, start, stay=_STAY)
@@ -99,32 +108,38 @@ def keep(found: Calibration, device: torch.device) -> None:
     )
 
 
-def kind_of(device: torch.device) -> str:
-    """Of the kernel that a device gets.
+def products(
+    kind: str, shapes: tuple[tuple[int, int, int], ...] | None = None
+) -> list[tuple[tuple[int, int, int], str]]:
+    """What is timed: sizes and dtypes."""
+    of = "portable" if kind in constants.PORTABLE else kind
+    return [(size, dtype) for dtype in DTYPES[of] for size in shapes or SHAPES[of]]
+
+
+def kind_of(device: torch.device, *, portable: bool = False) -> str:
+    """Of the kernel that half precision gets on a device, or of the portable CUDA kernel there.
 
     Raises:
-        BackendError: its constants are fixed, or ``_host`` is not there.
+        ArgumentError: ``portable`` where there is no such kernel.
+        BackendError: ``_host`` is not there.
     """
-    kind = constants.kind_of(device)
-    if kind is None:
-        name = _plans.machine_of(device.type, device).architecture
-        raise BackendError(
-            f"calibrate: the constants of the portable CUDA kernel ({name}) are fixed; those of the Hopper kernel and "
-            "of the CPU (--device cpu) can be fitted."
-        )
+    kind = constants.kinds_of(device)[-1 if portable else 0]
+    if portable and kind not in constants.PORTABLE:
+        raise ArgumentError(f"--kernel: the portable kernel is for CUDA devices, got {device.type}.")
     if not _extensions.is_loaded("_host"):
         raise BackendError(f"calibrate: it needs the _host module, but {_extensions.why_not('_host')}.")
     return kind
 
 
-def sample(size: tuple[int, int, int], kind: str, device: torch.device) -> Iterator[Sample]:
+def sample(size: tuple[int, int, int], kind: str, device: torch.device, dtype: str) -> Iterator[Sample]:
     """One product by several plans, timed beside each other."""
     m, n, k = size
-    machine = _plans.machine_of(device.type, device)
-    product = _plans.Product(1, m, n, k)
+    machine = _plans.machine_of(device.type, device)._replace(architecture=kind)
+    product = _plans.Product(1, m, n, k, dtype=dtype)
     asked = plans(product, machine)
-    a = torch.randn(m, k, device=device).to(_DTYPES[kind])
-    b = torch.randn(n, k, device=device).to(_DTYPES[kind]).t()
+    of = torch.float32 if dtype == "tf32" else getattr(torch, dtype)
+    a = torch.randn(m, k, device=device).to(of)
+    b = torch.randn(n, k, device=device).to(of).t()
     sets = timer.copies_of([a, b], device)
 
     def runner(plan: PlanArguments) -> Callable[[int], object]:
@@ -137,10 +152,27 @@ def sample(size: tuple[int, int, int], kind: str, device: torch.device) -> Itera
 
         return run
 
-    measures = [timer.measure(runner(plan), len(sets), device) for plan in asked]
-    times = timer.race(measures, keep=range(len(measures)), rounds=_ROUNDS)
+    with _precision(dtype):
+        measures = [timer.measure(runner(plan), len(sets), device) for plan in asked]
+        times = timer.race(measures, keep=range(len(measures)), rounds=_ROUNDS)
     for plan, us in zip(asked, times, strict=True):
-        yield Sample(f"{size}", us, predictor(kind, size, plan, machine), _matters(kind, plan.tile))
+        predict = predictor(kind, size, plan, machine, dtype)
+        # The dtype in front: cross-validation leaves out every fourth case in order, never all of a dtype.
+        yield Sample(f"{dtype} {size}", us, predict, _matters(kind, plan.tile, dtype))
+
+
+@contextmanager
+def _precision(dtype: str) -> Iterator[None]:
+    """torch's switch for TF32 as the dtype wants it; others leave it alone."""
+    settings = torch.backends.cuda.matmul
+    before = settings.fp32_precision
+    if dtype in ("tf32", "float32"):
+        settings.fp32_precision = "tf32" if dtype == "tf32" else "ieee"
+    try:
+        yield
+    finally:
+        if dtype in ("tf32", "float32"):
+            settings.fp32_precision = before
 
 
 def plans(product: _plans.Product, machine: _plans.Machine) -> list[PlanArguments]:
@@ -163,7 +195,7 @@ def plans(product: _plans.Product, machine: _plans.Machine) -> list[PlanArgument
 
 
 def predictor(
-    kind: str, size: tuple[int, int, int], plan: PlanArguments, machine: _plans.Machine
+    kind: str, size: tuple[int, int, int], plan: PlanArguments, machine: _plans.Machine, dtype: str = ""
 ) -> Callable[[Cost], float]:
     """Predicted microseconds of a plan as a function of the constants."""
     host: Any = _extensions.host()
@@ -177,6 +209,12 @@ def predictor(
                 *size, plan=made, multiprocessors=sms, cost=_converted(host.HopperCost, cost)
             )
         )
+    if kind in constants.PORTABLE:
+        portable = host.portable_plan(
+            *size, device=kind, dtype=dtype, schedule=plan.schedule, splits=plan.splits, tile=plan.tile,
+            multiprocessors=machine.multiprocessors or (108 if kind == "sm80" else 132),
+        )  # fmt: skip
+        return lambda cost: float(host.portable_predict_us(portable, _converted(host.PortableCost, cost)))
     told = _plans.plan(_plans.Product(1, *size), machine, plan.schedule, plan.tile, plan.splits)
     threads = case.threads()
     tile = host.TileShape(*told["tile"])
@@ -206,9 +244,12 @@ def _converted(convert: Callable[[Cost], Any], cost: Cost) -> Any:
     return _last[1]
 
 
-def _matters(kind: str, tile: str) -> frozenset[str]:
+def _matters(kind: str, tile: str, dtype: str = "") -> frozenset[str]:
     """Constants that a plain product on this tile may depend on."""
     names = [name.partition(" ") for name in constants.read(kind)]
+    if kind in constants.PORTABLE:
+        of = f"{tile} {'half' if dtype in ('bfloat16', 'float16') else dtype}"
+        return frozenset("".join(name) for name in names if name[2] in ("", of))
     unused = {"finish_us", "outer_us", "owner_us", "addend_us", "departing_split_us"}
     if "s/" in tile:  # whose model has constants of its own, which are not fitted
         return frozenset()
@@ -221,5 +262,7 @@ def _shipped(kind: str) -> Cost:
     host: Any = _extensions.host()
     if kind == "sm90":
         return dict(host.hopper_cost())
+    if kind in constants.PORTABLE:
+        return dict(host.portable_cost(kind))
     cost = host.cost_constants(kind)
     return {name: float(getattr(cost, name)) for name in constants.read(kind)}

@@ -71,6 +71,11 @@ def _parser() -> argparse.ArgumentParser:
         "calibrate", "fit the cost model's constants to this machine, and tell how well it predicts"
     )
     _device_option(one)
+    one.add_argument(
+        "--kernel",
+        default="",
+        help="portable: of the portable CUDA kernel, in each of its precisions (that of bf16 on the device)",
+    )
     one.add_argument("--dry-run", action="store_true", help="keep nothing")
     one.add_argument("--plain", action="store_true", help="no progress bar")
     one.set_defaults(run=_calibrate)
@@ -172,11 +177,13 @@ def _row(shape: Shape, e: Entry) -> list[str]:
 
 def _calibrate(given: argparse.Namespace) -> None:
     device = _device(given)
-    kind = calibrate.kind_of(device)
-    todo = calibrate.SHAPES[kind]
+    if given.kernel not in ("", "portable"):
+        raise ArgumentError(f"--kernel: expected portable, or to leave it out, got {given.kernel!r}.")
+    portable = given.kernel == "portable"
+    todo = calibrate.products(calibrate.kind_of(device, portable=portable))
     print(f"{len(todo)} products by several plans each, on {local.store_of(device).stamp['device']}")
     with show.Progress("timing", len(todo), bar=not given.plain) as progress:
-        found = calibrate.calibrate(device, measured=progress.step)
+        found = calibrate.calibrate(device, portable=portable, measured=progress.step)
     print()
     rows = [
         [name, f"{score.median:.1%}", f"{score.p90:.1%}", f"{score.regret:.3f}", f"{score.worst:.3f}"]

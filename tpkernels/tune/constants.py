@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,13 +13,13 @@ from tpkernels.ops import _plans
 if TYPE_CHECKING:
     from tpkernels.tune.store import Store
 
-KINDS = ("cpu", "sm90")  # of kernels whose constants can be set
+PORTABLE = ("sm80", "sm90-portable")  # the portable CUDA kernel on Ampere, and on later GPUs
 
 
-def kind_of(device: torch.device) -> str | None:
-    """Whose constants plan for a device; None where they are fixed (the portable kernel)."""
+def kinds_of(device: torch.device) -> tuple[str, ...]:
+    """Kernels that a device has, by whose constants they are; the one that half precision gets first."""
     architecture = _plans.machine_of(device.type, device).architecture
-    return architecture if architecture in KINDS else None
+    return (architecture, "sm90-portable") if architecture == "sm90" else (architecture,)
 
 
 def read(kind: str) -> dict[str, float]:
@@ -36,16 +36,21 @@ def use(kind: str, constants: dict[str, float] | None) -> None:
     """
     text = "".join(f"{name} {value!r}\n" for name, value in (constants or {}).items())
     torch.ops.tpkernels.set_plan_cost(kind, text)
+    if kind in PORTABLE and _extensions.is_loaded("_C_sm80"):
+        torch.ops.tpkernels.sm80_set_cost(kind, text)
     if kind == "sm90" and _extensions.is_loaded("_C_sm90a"):
         torch.ops.tpkernels.sm90a_set_cost(text)
 
 
 def take(store: Store, device: torch.device) -> None:
     """Use what ``tpk calibrate`` has found for a device, if it has."""
-    kind = kind_of(device)
-    found = None if kind is None else store.constants(kind)
-    if kind is None or found is None:
-        return
+    for kind in kinds_of(device):
+        found = store.constants(kind)
+        if found is not None:
+            _take(store, kind, found)
+
+
+def _take(store: Store, kind: str, found: dict[str, Any]) -> None:
     try:
         use(kind, {n: float(v) for n, _, v in (x.rpartition(" ") for x in found["text"].splitlines())})
     except (RuntimeError, ValueError) as error:

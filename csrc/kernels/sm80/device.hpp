@@ -92,8 +92,9 @@ class DeviceCache {
   // Throws std::invalid_argument with a sentence where the call asks for what there is not.
   LaunchPlan plan(const GemmCall& c, int major, const Residency& r) {
     const Problem& p = c.problem;
-    const auto key = std::make_tuple(p.batch, p.m, p.n, p.k, c.element, c.multiprocessors, major, r.of_tile,
-                                     c.workers, c.splits, c.schedule, c.tile);
+    const auto key =
+        std::make_tuple(p.batch, p.m, p.n, p.k, c.element, c.multiprocessors, major, r.of_tile, c.workers,
+                        c.splits, &cost_in_use(generation_of(major)).get(), c.schedule, c.tile);
     const std::lock_guard lock(mutex_);
     const auto found = plans_.find(key);
     if (found != plans_.end()) return found->second;
@@ -109,7 +110,7 @@ class DeviceCache {
  private:
   // Looked up by views of the strings, without a copy: std::less<> compares the two.
   using Key = std::tuple<int64_t, int64_t, int64_t, int64_t, Element, int, int, Residency::OfTiles, int64_t,
-                         int64_t, std::string, std::string>;
+                         int64_t, const PortableCost*, std::string, std::string>;
   static constexpr size_t kMostPlans = 4096;
   std::mutex mutex_;
   std::map<int, DeviceFacts> devices_;

@@ -11,7 +11,7 @@
 
 #include "host/plan.hpp"
 #include "kernels/sm80/config.hpp"
-#include "kernels/sm80/cost.hpp"
+#include "kernels/sm80/cost_in_use.hpp"
 
 namespace tpk::sm80 {
 
@@ -43,6 +43,13 @@ inline std::string tile_names(Element e) {
   return names;
 }
 
+// The time of a schedule of tiles `tile`, of which a multiprocessor holds `resident`.
+inline double predict_us(const Problem& p, Element element, int tile, const Schedule& s,
+                         const PortableCost& cost, int64_t multiprocessors, int64_t resident) {
+  return std::max(predict_us(s, cost.tile(element, tile), cost.machine, multiprocessors, resident),
+                  memory_us(p, element, cost.machine));
+}
+
 // schedule: a name of host/schedule_builder.hpp or "auto". workers: CTAs, 0 for as many as fit. tile: a name
 // such as "128x128x32", "" for the cheapest that the device can hold. Throws std::invalid_argument with a
 // sentence where an argument makes no sense.
@@ -52,6 +59,7 @@ inline GemmPlan plan_gemm(const Problem& p, Element element, Generation generati
   tpk::detail::check_extent("k", p.k, 0);
   GemmPlan best;
   bool found = false;
+  const PortableCost& cost = cost_in_use(generation).get();
   const std::span<const TileShape> shapes = tile_shapes(element);
   for (const TileShape& shape : tiles_named(tile, shapes)) {
     const auto id = static_cast<int>(&shape - shapes.data());
@@ -60,14 +68,12 @@ inline GemmPlan plan_gemm(const Problem& p, Element element, Generation generati
     const TileOrder order = make_tile_order(p, shape);
     const int64_t tiles = order.size();
     const int64_t k_iters = iters_per_tile(p, shape);
-    const TileCost cost = tile_cost(element, id, generation);
     const auto consider = [&](ScheduleKind kind, int64_t of_workers, int64_t of_splits) {
       ScheduleOptions o;
       o.workers = of_workers;
       o.splits = of_splits;
       const Schedule made = make_schedule(kind, tiles, k_iters, o);
-      const double us = std::max(predict_us(made, cost, machine_cost(generation), multiprocessors, most),
-                                 memory_us(p, element, machine_cost(generation)));
+      const double us = predict_us(p, element, id, made, cost, multiprocessors, most);
       if (found && us >= best.plan.predicted_us) return;
       found = true;
       // What K allows, which may be fewer splits than asked for.
