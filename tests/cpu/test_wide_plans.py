@@ -52,6 +52,18 @@ def test_long_k_is_cut_and_square_is_not() -> None:
     assert PLAN(1, 192, 192, 32, "sm90-portable", dtype="float64")[1][7] == 0
 
 
+def test_small_float64_products_fill_the_multiprocessors() -> None:
+    """128x128 tiles would give work to 1 to 26 of 132 multiprocessors."""
+    for m, n, k in ((512, 512, 512), (1080, 240, 376), (144, 1600, 504), (128, 128, 4096)):
+        _, numbers, _ = PLAN(1, m, n, k, "sm90-portable", dtype="float64")
+        assert numbers[5] > 100, (m, n, k)
+    assert PLAN(1, 4096, 4096, 4096, "sm90-portable", dtype="float64")[1][:2] in (
+        [128, 128],
+        [128, 64],
+        [64, 128],
+    )
+
+
 @pytest.fixture
 def matmul_settings() -> Iterator[None]:
     before = torch.backends.cuda.matmul.fp32_precision

@@ -18,10 +18,14 @@
 namespace tpk::sm80 {
 
 // CTAs per multiprocessor that the registers must allow. The strided loader needs more of them for its
-// addresses.
-template <class Tile, OperandLayout kLayout>
+// addresses, and an outer-major operand in fp64 a few more.
+template <class Tile, OperandLayout kLayoutA, OperandLayout kLayoutB>
 constexpr int kMinCtas =
-    kLayout == OperandLayout::kStrided && Tile::kMinCtas > 1 ? Tile::kMinCtas * 3 / 4 : Tile::kMinCtas;
+    kLayoutA == OperandLayout::kStrided && Tile::kMinCtas > 1 ? Tile::kMinCtas * 3 / 4
+    : Tile::kElement == Element::kFp64 && Tile::kMinCtas > 2 &&
+            (kLayoutA == OperandLayout::kOuterMajor || kLayoutB == OperandLayout::kOuterMajor)
+        ? Tile::kMinCtas - 1
+        : Tile::kMinCtas;
 
 // Whether segments are loaded while the one before is stored. It takes registers, which tiles of half
 // precision and of plain fp32 have not. Outputs of the former are rounded, and take the way by shared memory,
@@ -30,7 +34,7 @@ template <class Tile>
 constexpr bool kOverlaps = Tile::kElement == Element::kFp64 || Tile::kElement == Element::kTf32;
 
 template <class Tile, OperandLayout kLayoutA, OperandLayout kLayoutB>
-__global__ void __launch_bounds__(Tile::kThreads, kMinCtas<Tile, kLayoutA>)
+__global__ void __launch_bounds__(Tile::kThreads, kMinCtas<Tile, kLayoutA, kLayoutB>)
     streamk_gemm_kernel(const __grid_constant__ GemmParams p) {
   using Sum = typename Tile::Sum;
   unsigned char* const shared = dynamic_shared();
