@@ -15,9 +15,9 @@ made as the product of amax with the reciprocal.
 - Where amax is infinite or NaN the scale is NaN, and with it every product that these elements have a part in: an
   overflow shows, and is never hidden by clamping.
 
-``tpkernels.reference.fp8`` says the same in NumPy; tests compare bit for bit. On GPUs kernels do it (:mod:`._kernels`). Where there
-are none, graphs that torch.compile makes for a GPU do not round reciprocals correctly: if scales are no powers of two,
-values may differ in their last bit.
+``tpkernels.reference.fp8`` says the same in NumPy; tests compare bit for bit. On GPUs kernels do it
+(:mod:`._kernels`). Where there are none, graphs that torch.compile makes for a GPU do not round reciprocals correctly:
+if scales are no powers of two, values may differ in their last bit.
 """
 
 from __future__ import annotations
