@@ -27,15 +27,17 @@ namespace tpk::sm90a {
 
 struct OneTileCost {
   double launch_us;
-  double cluster_us;     // of clusters of more than one CTA
-  double fill_us;        // from a CTA's start to its first products
-  double iteration_us;   // one iteration, beside its columns
-  double column_us;      // likewise, of each column
-  double skew;           // how much longer it takes where CTAs share along M and N, for each doubling of both
-  double peak_us;        // products of 64 elements of K: of each element of a tile
-  double sustained_us;   // likewise, under a full load, when the clock follows power
-  double asked_per_us;   // bytes that a CTA loads itself; what others load for it comes beside that
-  double l2_per_us;      // bytes that L2 sends
+  double cluster_us;    // of clusters of more than one CTA
+  double fill_us;       // from a CTA's start to its first products
+  double iteration_us;  // one iteration, beside its columns
+  double column_us;     // likewise, of each column
+  double skew;          // how much longer it takes where CTAs share along M and N, for each doubling of both
+  double peak_us;       // products of 64 elements of K: of each element of a tile
+  double sustained_us;  // likewise, under a full load, when the clock follows power
+  double asked_per_us;  // bytes that a CTA loads itself; what others load for it comes beside that
+  double l2_per_us;     // bytes that L2 sends, in short
+  double l2_long_per_us;  // likewise, behind the first l2_short_bytes
+  double l2_short_bytes;
   double split_lines;    // how much more both take where rows of K begin within lines of 128 bytes
   double split_sectors;  // beside that, within sectors of 32 bytes
   double latency_us;     // from a stage's release to its next operands
@@ -53,9 +55,10 @@ struct OneTileCost {
                          // 8192, less so of CTAs at different depths, which may ask more of its channels
 };
 
-inline constexpr OneTileCost kCostOneTile{
-    1.537, 0.1277, 0.2678, 0.06911, 0.0008923, 0.09816, 1.8e-5, 2.5e-5, 6.502e5, 5.059e7, 5.267,  1.523,
-    1.145, 0.1678, 0.2586, 0.6813,  0.6784,    0.8904,  0.8453, 0.35,   0.7087,  0.3151,  4.41e6, 0.4583};
+inline constexpr OneTileCost kCostOneTile{1.537,  0.1277,  0.2678,  0.06911, 0.0008923, 0.09816, 1.8e-5,
+                                          2.5e-5, 6.502e5, 5.059e7, 7.5e6,   2.5e7,     5.267,   1.523,
+                                          1.145,  0.1678,  0.2586,  0.6813,  0.6784,    0.8904,  0.8453,
+                                          0.35,   0.7087,  0.3151,  4.41e6,  0.4583};
 
 // The longest of some times, and more where several are as long: a norm of 4.
 inline double longest(std::initializer_list<double> times) {
@@ -84,8 +87,9 @@ inline double one_tile_us(const Problem& p, TileId tile, ClusterShape cluster, b
   const double later = std::max(0.0, waves - 1);
 
   const double loaded_rows = memory.stage_bytes / kSwizzleBytes - columns;
-  const double asked = (columns / cluster.m + loaded_rows / cluster.n) * kSwizzleBytes *
-                       (1 + (p.k % kBK != 0 ? c.split_lines : 0) + (p.k % 16 != 0 ? c.split_sectors : 0));
+  const double own = (columns / cluster.m + loaded_rows / cluster.n) * kSwizzleBytes;
+  const double asked =
+      own * (1 + (p.k % kBK != 0 ? c.split_lines : 0) + (p.k % 16 != 0 ? c.split_sectors : 0));
   const double loads = asked / c.asked_per_us;
   const double products = c.iteration_us + c.column_us * columns;
   const double longer = std::max(loads, products);
@@ -108,7 +112,9 @@ inline double one_tile_us(const Problem& p, TileId tile, ClusterShape cluster, b
   const double tensor = iterations * rows * columns *
                         std::max(c.peak_us * queue,
                                  c.sustained_us * static_cast<double>(tiles) / static_cast<double>(clusters));
-  const double l2 = static_cast<double>(tiles) * cluster.size() * iterations * asked / c.l2_per_us;
+  const double loaders = static_cast<double>(tiles) * cluster.size() * iterations;
+  const double l2 =
+      std::max(loaders * asked / c.l2_per_us, (loaders * own - c.l2_short_bytes) / c.l2_long_per_us);
   const double bytes = 2.0 * static_cast<double>(p.batch) *
                        ((static_cast<double>(p.m) + static_cast<double>(p.n) * (gated ? 2 : 1)) * p.k +
                         static_cast<double>(p.m) * p.n);
