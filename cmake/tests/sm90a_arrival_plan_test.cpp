@@ -23,12 +23,11 @@ GemmPlan old_choice(const Problem& p, const std::string& schedule, const Demands
                     const Ranks& ranks) {
   GemmPlan best;
   best.plan.predicted_us = -1;
-  for (int t = 0; t < kNumTiles; ++t) {
-    for (int c = 0; c < kNumClusterShapes; ++c) {
+  for (int t = 0; t < kNumWalkingTiles; ++t) {
+    for (int c = 0; c < kNumWalkingClusters; ++c) {
       const auto tile = static_cast<TileId>(t);
-      if (is_swapped(tile) && (ranks.direction != Direction::kNone || p.m > kMostFewRows)) continue;
-      if (r.clusters[t][c] < 1 || (demands.gated && !takes_gate(tile, kClusterShapes[c]))) continue;
-      if (ranks.direction == Direction::kDeparture && kTileShapes[t].bn == 192)
+      if (r.clusters[t][c] < 1 || (demands.gated && !takes_gate(tile))) continue;
+      if (ranks.direction == Direction::kDeparture && tile_shape(tile).bn == 192)
         continue;  // sums have no room
       TileShape shape = cluster_tile(tile, kClusterShapes[c]);
       if (demands.gated) shape.bn /= 2;
@@ -78,7 +77,10 @@ void check_others_are_as_before() {
   for (int i = 0; i < 200; ++i) {
     Problem p{pick(1, 9000), pick(1, 9000), pick(1, 14000), 1};
     const Demands demands{i % 5 == 0, i % 3 == 0, i % 7 == 0};
-    const Residency r = full_residency(i % 4 == 0 ? pick(2, 131) : 132);
+    Residency r = full_residency(i % 4 == 0 ? pick(2, 131) : 132);
+    for (int t = kNumWalkingTiles; t < kNumTiles; ++t) {
+      for (int64_t& clusters : r.clusters[t]) clusters = 0;  // swapped tiles came later
+    }
     Ranks ranks;
     if (i % 2 == 0) {
       ranks = arrival_of(std::vector<int64_t>(static_cast<size_t>(pick(1, 8)), pick(1, 1000)), 0, p.k);
@@ -156,12 +158,8 @@ void check_plans() {
     const Ranks ranks = arrival_of(rows, rank, p.k);
     const int64_t multiprocessors = i % 3 == 0 ? 29 : 132;
     for (const char* schedule : {"auto", "own_first", "every_shard"}) {
-      TileId tile;
-      ClusterShape cluster;
-      do {
-        tile = static_cast<TileId>(pick(0, kNumTiles - 1));
-        cluster = kClusterShapes[pick(0, kNumClusterShapes - 1)];
-      } while (is_swapped(tile) || !takes_cluster(tile, cluster));  // which wait for nobody
+      const auto tile = static_cast<TileId>(pick(0, kNumWalkingTiles - 1));
+      const ClusterShape cluster = kClusterShapes[pick(0, kNumWalkingClusters - 1)];
       const GemmPlan plan = plan_gemm(p, schedule, 0, pick(1, 5), name(tile, cluster), {},
                                       full_residency(multiprocessors), ranks);
       const std::string here = std::string(schedule) + " " + name(tile, cluster) + " of rank " +
@@ -190,8 +188,10 @@ void check_landed() {
     const Problem p{4096, pick(1, 6000), pick(64, 9000), 1};
     Ranks there = waits;
     there.num_chunks = 0;
-    const GemmPlan a = plan_gemm(p, "auto", 0, 1, "", {}, full_residency(132), there);
-    const GemmPlan b = plan_gemm(p, "auto", 0, 1, "", {}, full_residency(132));
+    Demands serves;
+    serves.keeps_rows = true;
+    const GemmPlan a = plan_gemm(p, "auto", 0, 1, "", serves, full_residency(132), there);
+    const GemmPlan b = plan_gemm(p, "auto", 0, 1, "", serves, full_residency(132));
     ++cases;
     TPK_CHECK(a.plan.predicted_us == b.plan.predicted_us && a.plan.kind == b.plan.kind && a.tile == b.tile,
               std::to_string(p.n) + " " + std::to_string(p.k));
@@ -240,7 +240,7 @@ void check_measured_cases() {
     const double chosen = best_of(c, "auto").plan.predicted_us;
     TPK_CHECK(chosen <= c.most * old_plan(c).plan.predicted_us, here);
     TPK_CHECK(chosen <= best_of(c, "data_parallel").plan.predicted_us, here);
-    TPK_CHECK(chosen >= plain_plan(c).plan.predicted_us, here);
+    TPK_CHECK(chosen >= plain_plan(c).plan.predicted_us * (1 - 1e-12), here);  // sums in another order
   }
 }
 

@@ -58,7 +58,7 @@ void check_plans(const std::vector<int64_t>& sizes, int64_t n, int64_t k, const 
       const TileOrder& order = plan.plan.order;
       const RowBlocks& blocks = plan.blocks;
       const int64_t bm = plan.plan.tile.bm;
-      TPK_CHECK(!gated || takes_gate(plan.tile, plan.cluster), here);
+      TPK_CHECK(!gated || takes_gate(plan.tile), here);
       TPK_CHECK(order.tiles_n == ceil_div(n, cluster_tile(plan.tile, plan.cluster).bn / (gated ? 2 : 1)),
                 here);
       TPK_CHECK(blocks.count == groups.count, here);
@@ -113,7 +113,9 @@ void check_that_swapped_tiles_are_refused() {
   } catch (const std::invalid_argument& error) {
     sentence = error.what();
   }
-  TPK_CHECK(sentence.find("is swapped, and takes no rows of groups") != std::string::npos, sentence);
+  TPK_CHECK(sentence.find("is swapped: its CTAs take whole tiles, one each, and no rows of groups") !=
+                std::string::npos,
+            sentence);
   const GemmPlan alone = plan_gemm({7, 512, 4096, 1}, "auto", 0, 1, "", {}, full_residency(132));
   TPK_CHECK(is_swapped(alone.tile), "one product of as many rows takes a swapped tile");
 }

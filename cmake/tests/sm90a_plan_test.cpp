@@ -50,11 +50,14 @@ void check_plans(const Problem& p, const std::string& schedule, int64_t splits, 
     TPK_CHECK(is_tile_name(full), here);
     TPK_CHECK(is_scaled(plan.tile) == (product != Product::kHalf), here);
     TPK_CHECK(plan.plan.tile.bk * element_bytes(plan.tile) == kSwizzleBytes * plan.cluster.k, here);
-    TPK_CHECK(!is_swapped(plan.tile) || p.m <= kMostFewRows, here);
+    if (is_swapped(plan.tile)) {
+      TPK_CHECK(schedule == "auto" || schedule == "data_parallel", here);
+      TPK_CHECK(plan.plan.schedule.workers == max64(1, plan.plan.order.size()), here);
+    }
     TPK_CHECK(plan.plan.predicted_us >= before, here);
     before = plan.plan.predicted_us;
     TPK_CHECK(plan.cluster.size() <= multiprocessors, here);
-    TPK_CHECK(!gated || takes_gate(plan.tile, plan.cluster), here);
+    TPK_CHECK(!gated || takes_gate(plan.tile), here);
     const TileShape whole = cluster_tile(plan.tile, plan.cluster);
     TPK_CHECK(plan.plan.tile.bm == whole.bm && plan.plan.tile.bn == (gated ? whole.bn / 2 : whole.bn), here);
     check_slots(plan, p.k, here);

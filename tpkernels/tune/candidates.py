@@ -61,15 +61,12 @@ def schedules_of(machine: _plans.Machine) -> tuple[tuple[str, tuple[int, ...]], 
 
 def _others(product: _plans.Product, machine: _plans.Machine, chosen: dict[str, Any]) -> list[Candidate]:
     schedules = schedules_of(machine)
-    best_of_tiles = sorted(
-        (_plans.plan(product, machine, tile=tile) for tile in _plans.tiles_of(product, machine)),
-        key=lambda p: float(p["predicted_us"]),
-    )
+    best_of_tiles = _plans.candidates(product, machine)
     seen, found = {_identity(chosen)}, []
     for rank, best in enumerate(best_of_tiles):
         tile = _plans.tile_name(best, machine)
         asked = [_named(best, product, machine) or PlanArguments("auto", 1, tile)]
-        if rank < _TILES:
+        if rank < _TILES and not best["swapped"]:  # whose CTAs take a whole tile each
             asked += [PlanArguments(kind, n, tile) for kind, splits in schedules for n in splits]
         for arguments in asked:
             plan = _plans.plan(product, machine, arguments.schedule, tile, arguments.splits)
@@ -96,4 +93,12 @@ def _named(plan: dict[str, Any], product: _plans.Product, machine: _plans.Machin
 def _identity(plan: dict[str, Any]) -> tuple[Any, ...]:
     """What the kernel does: a schedule that finds nothing to cut is data-parallel, whatever its name."""
     kind = plan["schedule"] if plan["partial_tiles"] else "data_parallel"
-    return plan["tile"], plan["cluster"], kind, plan["workers"], plan["splits"], plan["partial_tiles"]
+    return (
+        plan["tile"],
+        plan["swapped"],
+        plan["cluster"],
+        kind,
+        plan["workers"],
+        plan["splits"],
+        plan["partial_tiles"],
+    )
