@@ -19,6 +19,7 @@ from streamk_cases import (
     LAYOUTS,
     OUT_DTYPES,
     PLANS,
+    WALKING_AND_CHEAPEST,
     filled,
     need_memory,
     variants,
@@ -86,9 +87,9 @@ def test_errors_are_at_most_twice_those_of_cublas(tile: str, kind: str, generato
 
 @pytest.mark.parametrize("kind", ["normal", "positive"])
 @pytest.mark.parametrize(("m", "n", "k"), [(256, 256, 65536), (1000, 128, 20000), (16, 4096, 8192)])
-@pytest.mark.parametrize("tile", HOPPER_AND_CHEAPEST)
+@pytest.mark.parametrize("tile", WALKING_AND_CHEAPEST)
 def test_long_sums(tile: str, m: int, n: int, k: int, kind: str, generator: torch.Generator) -> None:
-    """Few tiles: both sides cut K as they see fit."""
+    """Few tiles: both sides cut K as they see fit. A swapped tile that is named cannot."""
     with Failures() as failures:
         for dtype in DTYPES:
             a = draw(kind, (1, m, k), dtype, generator)
