@@ -171,7 +171,7 @@ def test_what_tma_takes():
 def test_tiles_have_a_variant_for_every_schedule():
     options = Options(tiles=("hopper", "128x128x32"))
     names = [v.name for v in SUITE.variants(options)]
-    assert names[:2] == ["cublas", "streamk"] and len(names) == 2 + (18 + 4 + 1) * len(SCHEDULES)
+    assert names[:2] == ["cublas", "streamk"] and len(names) == 2 + (18 + 1) * len(SCHEDULES)
     assert "streamk:hybrid_aligned@256x192x64/1x2" in names
     assert {c.op for c in SUITE.cases(options)} == {"matmul"}
     product = SUITE.cases(options)[0]

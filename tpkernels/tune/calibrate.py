@@ -176,9 +176,10 @@ def _precision(dtype: str) -> Iterator[None]:
 
 
 def plans(product: _plans.Product, machine: _plans.Machine) -> list[PlanArguments]:
-    """Whole tiles, and the best that is cut, on every tile that may ever be chosen. Pure."""
+    """Whole tiles, and the best that is cut, on every tile that may ever be chosen, but for swapped ones, whose model is
+    not fitted. Pure."""
     found: list[tuple[float, PlanArguments]] = []
-    for tile in _plans.tiles_of(product, machine):
+    for tile in (name for name in _plans.tiles_of(product, machine) if "s/" not in name):
         whole = _plans.plan(product, machine, "data_parallel", tile)
         found.append((float(whole["predicted_us"]), PlanArguments("data_parallel", 1, tile)))
         cut = [
@@ -251,8 +252,6 @@ def _matters(kind: str, tile: str, dtype: str = "") -> frozenset[str]:
         of = f"{tile} {'half' if dtype in ('bfloat16', 'float16') else dtype}"
         return frozenset("".join(name) for name in names if name[2] in ("", of))
     unused = {"finish_us", "outer_us", "owner_us", "addend_us", "departing_split_us"}
-    if "s/" in tile:  # whose model has constants of its own, which are not fitted
-        return frozenset()
     mine = {"", tile, tile.partition("/")[0]}
     return frozenset("".join(name) for name in names if name[2] in mine and name[0] not in unused)
 
