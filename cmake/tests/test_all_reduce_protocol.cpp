@@ -258,7 +258,8 @@ int run_all(int argc, char** argv) {
 #if !defined(__SANITIZE_THREAD__)
   // Under ThreadSanitizer each ends in its report: see CMakeLists.txt.
   for (int m = 1; m < static_cast<int>(Mutation::kRelaxedStores); ++m) {
-    TPK_CHECK(goes_wrong(static_cast<Mutation>(m), 40), std::string("nothing came of ") + kMutations[m]);
+    // Mostly in the first runs; on a machine that is busy with other work threads meet less often.
+    TPK_CHECK(goes_wrong(static_cast<Mutation>(m), 400), std::string("nothing came of ") + kMutations[m]);
   }
 #endif
   return tpk::test::result("all_reduce_protocol", cases);
