@@ -258,7 +258,6 @@ struct Prepared {
   Operands operands;
   LaunchPlan plan;
   KernelInfo kernel;
-  Residency residency;
   int64_t resident = 1;  // clusters that run at once
 };
 
@@ -290,7 +289,6 @@ Prepared prepare(const GemmCall& call) {
                         product_of(call),
                         serves_ranks(call.hooks),
                         out.operands.a.major == Major::kOuter};
-  out.residency = residency;
   out.plan = cache.plan(call, demands, residency);
   const GemmPlan& plan = out.plan.gemm;
   out.kernel = find_kernel(plan.tile, call.element, out.operands.a.major, out.operands.b.major);
@@ -304,9 +302,7 @@ void launch(const GemmCall& call, cudaStream_t stream, const Allocator& allocato
   const Prepared prepared = prepare(call);
   const GemmPlan& plan = prepared.plan.gemm;
   if (is_swapped(plan.tile)) {
-    const int64_t clusters =
-        prepared.residency.clusters[static_cast<int>(plan.tile)][cluster_index(plan.cluster)];
-    return launch_one_tile(call, prepared.operands, plan, prepared.kernel, clusters, stream);
+    return launch_one_tile(call, prepared.operands, plan, prepared.kernel, prepared.resident, stream);
   }
   GemmParams p;
   p.problem = whole_problem(call);
