@@ -15,7 +15,7 @@ with:
 Of the sweep, :data:`SWEEP_BARS`: statistics of the ratios of all shapes.
 
 Of the overlap suite, :data:`OVERLAP_BARS`: the time of ours over what the best schedule could take
-(:mod:`bench.schedules`).
+(:mod:`bench.schedules`); and :data:`PEER_BARS`: beside other implementations, and beside the product alone.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ __all__ = [
     "BARS",
     "COMPUTE_BOUND",
     "OVERLAP_BARS",
+    "PEER_BARS",
     "SWEEP_BARS",
     "SWEEP_SEED",
     "SWEEP_SHAPES",
     "Against",
     "Bar",
     "OverlapBar",
+    "PeerBar",
     "SweepBar",
 ]
 
@@ -89,6 +91,52 @@ COMPUTE_BOUND = frozenset({("gpt3", 8192), ("llama70b", 8192)})
 OVERLAP_BARS = (
     OverlapBar("measured", "AG", 1.10),
     OverlapBar("measured", "RS", 1.10),
+)
+
+
+@dataclass(frozen=True)
+class PeerBar:
+    """What the shapes of the set ``measured`` with this operation (AG, RS, AR) are to reach.
+
+    ``against``: "baseline" is NCCL + cuBLAS, "best peer" the fastest of the run; a ratio is the other's time over ours.
+    "product" is torch.mm of the same case alone, and the ratio is our time over its. "hidden" is the part of the
+    baseline's effective communication time (its time without the product's) that ours does not take.
+
+    ``each`` is for every shape: at least, but at most for "product". ``mean``: what the geometric mean is to reach, and
+    with two ranks ``mean_of_two``; 0 for none.
+
+    Of these shapes only ``rows`` (least, most), ``label`` ("" for all; "x" is also "x y"), and, if ``compute_bound``,
+    :data:`COMPUTE_BOUND`.
+    """
+
+    op: Literal["AG", "RS", "AR"]
+    against: Literal["baseline", "best peer", "product", "hidden"]
+    each: float
+    mean: float = 0.0
+    mean_of_two: float = 0.0
+    rows: tuple[int, int] = (1, 1 << 31)
+    label: str = ""
+    compute_bound: bool = False
+
+    def least_mean(self, world: int) -> float:
+        """The bar of the geometric mean, 0 for none."""
+        return self.mean_of_two or self.mean if world == 2 else self.mean
+
+
+PEER_BARS = (
+    PeerBar("AG", "product", 1.07, compute_bound=True),
+    PeerBar("RS", "product", 1.07, compute_bound=True),
+    PeerBar("AG", "hidden", 0.90, compute_bound=True),
+    PeerBar("RS", "hidden", 0.90, compute_bound=True),
+    PeerBar("AG", "baseline", 1.15, mean=1.45, mean_of_two=1.35, rows=(2048, 1 << 31)),
+    PeerBar("RS", "baseline", 1.15, mean=1.45, mean_of_two=1.35, rows=(2048, 1 << 31)),
+    PeerBar("AR", "baseline", 1.15, mean=1.45, mean_of_two=1.35, rows=(2048, 1 << 31)),
+    PeerBar("AG", "best peer", 0.98, mean=1.10, mean_of_two=1.03),
+    PeerBar("RS", "best peer", 0.98, mean=1.40),
+    PeerBar("AG", "baseline", 1.00, rows=(128, 1024)),
+    PeerBar("RS", "baseline", 1.00, rows=(128, 1024)),
+    PeerBar("AR", "baseline", 1.00, rows=(128, 1024)),
+    PeerBar("AR", "baseline", 1.20, rows=(1, 256), label="llama70b"),
 )
 
 

@@ -1,7 +1,7 @@
 """Which tables there are for each suite, and the selection that a README block names: "gemm square bfloat16".
 
-Beside the suites such a name may begin with ``gemm-bars``, ``sweep-bars`` or ``overlap-bars``: the bars of the suite,
-which of them hold.
+Beside the suites such a name may begin with ``gemm-bars``, ``sweep-bars``, ``overlap-bars`` or ``overlap-peers``: bars
+of the suite, which of them hold; or with ``layer-peers``: means over the layers.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from .tables_link import link_tables
 from .tables_model import layer_tables, train_tables
 from .tables_overlap import overlap_tables
 from .tables_overlap_bars import overlap_bars_tables
+from .tables_peers import layer_peers_tables, overlap_peers_tables
 from .tables_quantize import quantize_tables
 from .tables_sweep import sweep_bars_tables, sweep_tables
 
@@ -43,8 +44,16 @@ TABLES: dict[str, Callable[[Sequence[Row], Links], list[Table]]] = {
     "gemm-bars": lambda rows, _: bars_tables(rows),
     "sweep-bars": lambda rows, _: sweep_bars_tables(rows),
     "overlap-bars": overlap_bars_tables,
+    "overlap-peers": lambda rows, _: overlap_peers_tables(rows),
+    "layer-peers": lambda rows, _: layer_peers_tables(rows),
 }
-_BARS = {"gemm-bars": "gemm", "sweep-bars": "sweep", "overlap-bars": "overlap"}  # of which suite
+_SUMMARIES = {  # of which suite
+    "gemm-bars": "gemm",
+    "sweep-bars": "sweep",
+    "overlap-bars": "overlap",
+    "overlap-peers": "overlap",
+    "layer-peers": "layer",
+}
 _SHORT = {"AG": "all_gather_matmul", "RS": "matmul_reduce_scatter", "AR": "matmul_all_reduce"}
 
 
@@ -55,22 +64,23 @@ def suites_of(rows: Iterable[Row]) -> list[str]:
 
 
 def suite_tables(rows: Sequence[Row], suite: str, links: Links | None = None) -> list[Table]:
-    """All tables of one suite, first the bars that were measured; rows of other suites are ignored.
+    """All tables of one suite, first its bars and means; rows of other suites are ignored.
 
     ``links``: of the card that the rows are of (:func:`bench.links.links_of`).
     """
     own, known = [row for row in rows if row.suite == suite], links or {}
-    bars = {
+    summaries = {
         "gemm": lambda: bars_tables(own, only_bars=True),
-        "overlap": lambda: overlap_bars_tables(own, known),
+        "overlap": lambda: [*overlap_bars_tables(own, known), *overlap_peers_tables(own)],
+        "layer": lambda: layer_peers_tables(own),
     }
-    return [*(bars[suite]() if suite in bars else ()), *TABLES[suite](own, known)]
+    return [*(summaries[suite]() if suite in summaries else ()), *TABLES[suite](own, known)]
 
 
 def suite_of(name: str) -> str:
     """The suite whose rows a table is made of that a name picks."""
     first = name.split()[0] if name.split() else ""
-    return _BARS.get(first, first)
+    return _SUMMARIES.get(first, first)
 
 
 def select(
@@ -80,8 +90,8 @@ def select(
 
     Args:
         rows: of any suites.
-        name: a suite, "gemm-bars", "sweep-bars" or "overlap-bars", then any of: a shape set, an operation (AG, RS, AR
-            for short), a dtype, "w4" for a world of 4.
+        name: a suite, or "gemm-bars", "sweep-bars", "overlap-bars", "overlap-peers" or "layer-peers", then any of: a
+            shape set, an operation (AG, RS, AR for short), a dtype, "w4" for a world of 4.
         options: "variants=A,B" keeps these, "cases=PATTERN" those cases whose name matches.
         links: of the card that the rows are of.
 
@@ -89,7 +99,7 @@ def select(
         BenchError: a word that fits no row; the sentence lists those that do.
     """
     kind, *words = name.split() or [""]
-    check_known("table", kind, [*SUITES, *_BARS])
+    check_known("table", kind, [*SUITES, *_SUMMARIES])
     suite = suite_of(name)
     kept = [row for row in rows if row.suite == suite]
     if not kept:

@@ -164,7 +164,7 @@ def test_a_peer_that_never_ran_is_named_above_the_table():
 
 
 def test_layer_and_train_tables():
-    (table,) = suite_tables(samples.layer_rows(), "layer")
+    _, table = suite_tables(samples.layer_rows(), "layer")
     ours = next(texts(table, i) for i, line in enumerate(table.rows) if line[1].text == "ours")
     times = [float(ours[f"{part}, us"].replace(",", "")) for part in ("forward", "backward", "both")]
     assert times[0] + times[1] == pytest.approx(times[2], rel=1e-3)
