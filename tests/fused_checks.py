@@ -353,7 +353,10 @@ def check_reference(ctx: Any, path: str, dtype: torch.dtype, seed: int, count: i
             **(options | {"biases": cs[rank][0]}),
         )
         want = ref.all_gather_matmul(*arrays[:2], **options)[rank].reshape(-1, n)
-        assert_close_tiles(out.flatten(0, 1), want, dtype, k=k, magnitude=k * np.ones(want.shape))
+        case = f"m={m} n={n} k={k} sizes={sizes} lead={lead} dim={dim} activation={activation}"
+        assert_close_tiles(
+            out.flatten(0, 1), want, dtype, k=k, magnitude=k * np.ones(want.shape), name=f"gather {case}"
+        )
 
         whole = [random(*shape(m, k)) for _ in range(world)]
         out = tpk.matmul_reduce_scatter(
@@ -374,7 +377,7 @@ def check_reference(ctx: Any, path: str, dtype: torch.dtype, seed: int, count: i
             bias=arrays[2][0],
             residuals=[v for _, v in residuals],
         )[rank].reshape(-1, n)
-        assert_close_tiles(out.flatten(0, 1), want, dtype, k=k * world, world=world)
+        assert_close_tiles(out.flatten(0, 1), want, dtype, k=k * world, world=world, name=f"scatter {case}")
 
 
 @overlaps()
