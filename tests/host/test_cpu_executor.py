@@ -109,9 +109,10 @@ def test_plan_says_what_would_run() -> None:
     kind, numbers, _ = OPS.streamk_plan(1, 2048, 3584, 8192, "cuda")
     bm, bn, bk, tiles, k_iters, clusters, _, _, cluster_m, cluster_n, cluster_k, whole = numbers
     assert cluster_k == 1 and whole in (0, 1, 2)
-    assert f"{bm}x{bn}x{bk}/{cluster_m}x{cluster_n}" in _host.HOPPER_TILES and kind in _host.SCHEDULE_KINDS
+    name = f"{bm}x{bn}x{bk}{('', 's', 'w')[whole]}/{cluster_m}x{cluster_n}"
+    assert name in _host.HOPPER_TILES and kind in _host.SCHEDULE_KINDS
     assert tiles == -(-2048 // (bm * cluster_m)) * -(-3584 // (bn * cluster_n)) and k_iters == 8192 // 64
-    assert 1 <= clusters * cluster_m * cluster_n <= 132  # workers are clusters
+    assert clusters == tiles if whole else 1 <= clusters * cluster_m * cluster_n <= 132  # workers are clusters
 
 
 PORTABLE_TILES = ["128x256x32", "128x128x32", "64x64x32"]
