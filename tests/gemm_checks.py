@@ -84,9 +84,9 @@ def activate(x: Tensor, name: str) -> Tensor:
 
 
 def gemm(a: Tensor, b: Tensor, out: Tensor, **options: Any) -> None:
-    """The op with names for its arguments. A swapped tile, whose CTAs take a whole one each, has no other plan."""
+    """The op with names for its arguments. A tile whose CTAs take a whole one each has no other plan."""
     defaults = {"bias": None, "preact": None, "activation": "none", "accumulate": False}
-    if "64s" in options.get("tile", ""):
+    if options.get("tile", "").partition("/")[0].endswith(("s", "w")):
         options = {
             name: value for name, value in options.items() if name not in ("schedule", "workers", "splits")
         }

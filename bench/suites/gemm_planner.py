@@ -32,8 +32,8 @@ _HOPPER = tuple(
     for cluster in _CLUSTERS
 )
 
-# Tiles by kernel, for --tiles; those of the Hopper kernel with their clusters. Not the swapped ones, of which there are
-# two hundred.
+# Tiles by kernel, for --tiles; those of the Hopper kernel with their clusters. Not those whose CTAs take whole ones, of
+# which there are over a thousand.
 TILES = {
     "hopper": _HOPPER,
     "portable": ("128x256x32", "128x128x32", "64x64x32"),
@@ -128,11 +128,11 @@ class Planner:
             )
         except RuntimeError as error:
             raise Skip(str(error).strip().partition("\n")[0]) from None
-        bm, bn, bk, tiles, k_iters, workers, splits, partial_tiles, *cluster, swapped = numbers
+        bm, bn, bk, tiles, k_iters, workers, splits, partial_tiles, *cluster, whole = numbers
         return {
             "schedule": kind,
             "tile": [bm, bn, bk],
-            "swapped": bool(swapped),
+            "suffix": ("", "s", "w")[whole],  # of the tile's name: whole tiles, swapped or not
             "cluster": cluster if cluster[2] > 1 else cluster[:2],
             "tiles": tiles,
             "k_iters": k_iters,
@@ -147,7 +147,7 @@ class Planner:
         """Name of the tile that a request gets, as the kernel takes it: "128x256x64/2x1" where there are clusters."""
         plan = self.plan(request)
         tile, cluster = ("x".join(map(str, plan[name])) for name in ("tile", "cluster"))
-        return f"{tile}{'s' * plan['swapped']}/{cluster}" if self.device == "sm90" else tile
+        return f"{tile}{plan['suffix']}/{cluster}" if self.device == "sm90" else tile
 
     def request(self, variant: str) -> Request:
         """What a variant of ours asks for.

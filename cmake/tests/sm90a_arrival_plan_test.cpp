@@ -79,7 +79,7 @@ void check_others_are_as_before() {
     const Demands demands{i % 5 == 0, i % 3 == 0, i % 7 == 0};
     Residency r = full_residency(i % 4 == 0 ? pick(2, 131) : 132);
     for (int t = kNumWalkingTiles; t < kNumTiles; ++t) {
-      for (int64_t& clusters : r.clusters[t]) clusters = 0;  // swapped tiles came later
+      for (int64_t& clusters : r.clusters[t]) clusters = 0;  // whole tiles came later
     }
     Ranks ranks;
     if (i % 2 == 0) {
@@ -224,8 +224,11 @@ GemmPlan best_of(const Case& c, const char* schedule, const std::string& tile = 
   return plan_gemm({c.m, c.n, c.k, 1}, schedule, 0, splits, tile, {}, full_residency(132),
                    even_arrival(c.m, c.world, c.k));
 }
+// Without whole tiles, which know nothing of ranks.
 GemmPlan plain_plan(const Case& c) {
-  return plan_gemm({c.m, c.n, c.k, 1}, "auto", 0, 1, "", {}, full_residency(132));
+  Demands serves;
+  serves.keeps_rows = true;
+  return plan_gemm({c.m, c.n, c.k, 1}, "auto", 0, 1, "", serves, full_residency(132));
 }
 // The plain product's plan, when rows arrive.
 GemmPlan old_plan(const Case& c) {

@@ -54,7 +54,7 @@ void check_plans(const std::vector<int64_t>& sizes, int64_t n, int64_t k, const 
          candidates(p, schedule, 0, 1, "", demands, full_residency(132), {}, &groups)) {
       ++cases;
       const std::string here = schedule + " " + name(plan.tile, plan.cluster);
-      TPK_CHECK(!is_swapped(plan.tile), here);
+      TPK_CHECK(!is_one_tile(plan.tile), here);
       const TileOrder& order = plan.plan.order;
       const RowBlocks& blocks = plan.blocks;
       const int64_t bm = plan.plan.tile.bm;
@@ -103,8 +103,8 @@ void check_that_groups_share_waves() {
   TPK_CHECK(plan.plan.predicted_us > one.plan.predicted_us, "16 matrices take longer to read than one");
 }
 
-// Few rows, but of groups: a swapped tile would take them as columns.
-void check_that_swapped_tiles_are_refused() {
+// Few rows, but of groups: the kernel of whole tiles knows one matrix.
+void check_that_whole_tiles_are_refused() {
   const GroupedRows groups = grouped_calls({3, 4}).front();
   std::string sentence;
   try {
@@ -113,11 +113,11 @@ void check_that_swapped_tiles_are_refused() {
   } catch (const std::invalid_argument& error) {
     sentence = error.what();
   }
-  TPK_CHECK(sentence.find("is swapped: its CTAs take whole tiles, one each, and no rows of groups") !=
+  TPK_CHECK(sentence.find("is of the kernel whose CTAs take whole tiles, one each, and no rows of groups") !=
                 std::string::npos,
             sentence);
   const GemmPlan alone = plan_gemm({7, 512, 4096, 1}, "auto", 0, 1, "", {}, full_residency(132));
-  TPK_CHECK(is_swapped(alone.tile), "one product of as many rows takes a swapped tile");
+  TPK_CHECK(is_one_tile(alone.tile), "one product of as many rows takes a whole tile");
 }
 
 }  // namespace
@@ -136,6 +136,6 @@ int main() {
       check_plans(sizes, n, pick(1, 3000), schedule, pick(0, 1) == 1);
   }
   check_that_groups_share_waves();
-  check_that_swapped_tiles_are_refused();
+  check_that_whole_tiles_are_refused();
   return tpk::test::result("sm90a grouped", cases);
 }

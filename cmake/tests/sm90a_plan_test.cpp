@@ -50,7 +50,7 @@ void check_plans(const Problem& p, const std::string& schedule, int64_t splits, 
     TPK_CHECK(is_tile_name(full), here);
     TPK_CHECK(is_scaled(plan.tile) == (product != Product::kHalf), here);
     TPK_CHECK(plan.plan.tile.bk * element_bytes(plan.tile) == kSwizzleBytes * plan.cluster.k, here);
-    if (is_swapped(plan.tile)) {
+    if (is_one_tile(plan.tile)) {
       TPK_CHECK(schedule == "auto" || schedule == "data_parallel", here);
       TPK_CHECK(plan.plan.schedule.workers == max64(1, plan.plan.order.size()), here);
     }

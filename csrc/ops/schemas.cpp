@@ -227,23 +227,29 @@ STABLE_TORCH_LIBRARY(tpkernels, m) {
   // What streamk_gemm would do, without doing it; device is "cpu", "sm80", "sm90" (the Hopper kernel; "cuda"
   // is the same), "sm90-portable", or, for what scaled_gemm would do, "sm90-fp8", "sm90-fp8-fast" or
   // "sm90-fp8-blocks" (scales of blocks along K); multiprocessors = 0 means 108 and 132: (schedule name, [bm,
-  // bn, bk, tiles, k_iters, workers, splits, partial tiles, cluster m, cluster n, cluster k, 1 if the tile is
-  // swapped], predicted us). bm and bn are of a CTA; tiles, k_iters, workers and partial tiles count
-  // clusters. gated: there is a gate, for which the Hopper kernel takes half of the columns of each tile, and
-  // the others a second product with the same plan. finishes: there is a bias, residual, preact or
-  // activation, or an output of 2 bytes is added to; outer_major: K is contiguous in neither operand. The
-  // Hopper kernel alone counts the time that these take. group_sizes, if there are any: of
-  // streamk_gemm_grouped, whose sum is m. Where it makes several launches: the plan of the longest, with
-  // tiles, partial tiles and time of all. dtype: of the operands of the other devices, "bfloat16", "float16",
-  // "float32", "tf32" (float32 with allow_tf32) or "float64"; "cuda" is the kernel that the dtype gets on
-  // Hopper. The CPU's plans are the same for all. collective: of a rank's part of fused_all_gather_matmul,
-  // fused_matmul_reduce_scatter or fused_matmul_all_reduce (named without fused_), as rows of every rank,
-  // shard_rows, come or go. out_bytes: of an element of its result. Other kernels know no ranks.
+  // bn, bk, tiles, k_iters, workers, splits, partial tiles, cluster m, cluster n, cluster k, 1 or 2 where
+  // a CTA takes one whole tile, swapped or not], predicted us). bm and bn are of a CTA; tiles, k_iters,
+  // workers and partial tiles count clusters. gated: there is a gate, for which the Hopper kernel takes half
+  // of the columns of each tile, and the others a second product with the same plan. finishes: there is a
+  // bias, residual, preact or activation, or an output of 2 bytes is added to; outer_major: K is contiguous
+  // in neither operand. The Hopper kernel alone counts the time that these take. group_sizes, if there are
+  // any: of streamk_gemm_grouped, whose sum is m. Where it makes several launches: the plan of the longest,
+  // with tiles, partial tiles and time of all. dtype: of the operands of the other devices, "bfloat16",
+  // "float16", "float32", "tf32" (float32 with allow_tf32) or "float64"; "cuda" is the kernel that the dtype
+  // gets on Hopper. The CPU's plans are the same for all. collective: of a rank's part of
+  // fused_all_gather_matmul, fused_matmul_reduce_scatter or fused_matmul_all_reduce (named without fused_),
+  // as rows of every rank, shard_rows, come or go. out_bytes: of an element of its result. Other kernels know
+  // no ranks.
   m.def(
       "streamk_plan(int batch, int m, int n, int k, str device, str schedule='auto', int workers=0, "
       "int splits=1, int multiprocessors=0, str tile='', bool gated=False, bool finishes=False, "
       "bool outer_major=False, int[] group_sizes=[], str dtype='bfloat16', str collective='', "
       "int[] shard_rows=[], int rank=0, int out_bytes=2) -> (str, int[], float)");
+  // Tiles of the Hopper kernel whose CTAs take whole ones, as many as streamk_plan looks at: names, cheapest
+  // first.
+  m.def(
+      "streamk_whole_tiles(int batch, int m, int n, int k, int multiprocessors=0, bool gated=False) -> "
+      "str[]");
   // Constants of the cost models that plans are made with, as text: host/cost_text.hpp. device: "cpu",
   // "sm90", or of the portable kernel "sm80" or "sm90-portable". set_plan_cost with "": those that the
   // library came with. sm90a_set_cost and sm80_set_cost are the same for launches of _C_sm90a and _C_sm80,

@@ -35,7 +35,7 @@ struct Found {
   tpk::Plan plan;
   tpk::TileShape tile;  // of a CTA
   tpk::sm90a::ClusterShape cluster;
-  bool swapped = false;
+  int64_t whole = 0;  // a CTA takes one tile and no part of another: 1 swapped, 2 not
 };
 
 // A plan of a kernel that computes a gate by a product of its own, with the same plan. What else follows is
@@ -66,7 +66,10 @@ Found find(const tpk::Problem& p, tpk::Element element, const std::string& devic
       const auto residency = tpk::sm90a::full_residency(multiprocessors > 0 ? multiprocessors : 132);
       const auto g =
           tpk::sm90a::plan_gemm(p, schedule, workers, splits, tile, demands, residency, ranks, groups);
-      return {g.plan, tpk::sm90a::tile_shape(g.tile), g.cluster, is_swapped(g.tile)};
+      return {g.plan, tpk::sm90a::tile_shape(g.tile), g.cluster,
+              !is_one_tile(g.tile) ? 0
+              : is_swapped(g.tile) ? 1
+                                   : 2};
     }
     const bool sm80 = device == "sm80";
     const int64_t count = multiprocessors > 0 ? multiprocessors : sm80 ? 108 : 132;
@@ -186,12 +189,27 @@ std::tuple<std::string, std::vector<int64_t>, double> streamk_plan(
   });
   const tpk::Schedule& s = f.plan.schedule;
   std::vector<int64_t> numbers{f.tile.bm,     f.tile.bn, f.tile.bk,   tiles,       s.k_iters,   s.workers,
-                               f.plan.splits, slots,     f.cluster.m, f.cluster.n, f.cluster.k, f.swapped};
+                               f.plan.splits, slots,     f.cluster.m, f.cluster.n, f.cluster.k, f.whole};
   return {tpk::name(f.plan.kind), std::move(numbers), predicted_us};
+}
+
+std::vector<std::string> streamk_whole_tiles(int64_t batch, int64_t m, int64_t n, int64_t k,
+                                             int64_t multiprocessors, bool gated) {
+  TPK_REQUIRE(batch >= 0 && m >= 0 && n >= 0 && k >= 0 && multiprocessors >= 0,
+              "streamk_whole_tiles: batch, m, n, k and multiprocessors must not be negative, but they are ",
+              batch, ", ", m, ", ", n, ", ", k, " and ", multiprocessors, ".");
+  const auto residency = tpk::sm90a::full_residency(multiprocessors > 0 ? multiprocessors : 132);
+  std::vector<std::string> names;
+  for (const auto& g :
+       tpk::sm90a::candidates({m, n, k, batch}, "auto", 0, 1, "", {gated, gated}, residency)) {
+    if (is_one_tile(g.tile)) names.push_back(name(g.tile, g.cluster));
+  }
+  return names;
 }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(tpkernels, CompositeExplicitAutograd, m) {
   m.impl("streamk_plan", TORCH_BOX(&streamk_plan));
+  m.impl("streamk_whole_tiles", TORCH_BOX(&streamk_whole_tiles));
 }

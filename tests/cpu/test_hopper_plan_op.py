@@ -27,12 +27,12 @@ def plan(m: int, n: int, k: int, *, batch: int = 1, sms: int = 132, tile: str = 
     return found
 
 
-def sizes(tile: str) -> tuple[tuple[int, int], tuple[int, int, int], bool]:
-    """(bm, bn), the cluster, and whether the tile is swapped."""
+def sizes(tile: str) -> tuple[tuple[int, int], tuple[int, int, int], int]:
+    """(bm, bn), the cluster, and 0 or, where a CTA takes a whole tile, 1 if it is swapped and 2 if not."""
     of_cta, cluster = tile.split("/")
-    bm, bn, _ = map(int, of_cta.removesuffix("s").split("x"))
+    bm, bn, _ = map(int, of_cta.rstrip("sw").split("x"))
     cm, cn, ck = map(int, (cluster + "x1" * (cluster.count("x") == 1)).split("x"))
-    return (bm, bn), (cm, cn, ck), of_cta.endswith("s")
+    return (bm, bn), (cm, cn, ck), {"s": 1, "w": 2}.get(of_cta[-1], 0)
 
 
 @pytest.mark.parametrize("sms", [2, 60, 132])
@@ -43,14 +43,14 @@ def test_numbers_of_every_tile_and_schedule(schedule: str, sms: int) -> None:
         if sms < math.prod(sizes(tile)[1]):
             continue
         if sizes(tile)[2] and schedule not in ("auto", "data_parallel"):
-            with pytest.raises(RuntimeError, match="its CTAs take whole tiles, one each"):
+            with pytest.raises(RuntimeError, match="whose CTAs take whole tiles, one each"):
                 plan(m, n, k, sms=sms, tile=tile, schedule=schedule, splits=3)
             continue
         kind, numbers, predicted = plan(m, n, k, sms=sms, tile=tile, schedule=schedule, splits=3)
-        bm, bn, bk, tiles, k_iters, workers, splits, partial_tiles, cm, cn, ck, swapped = numbers
-        assert ((bm, bn), (cm, cn, ck), bool(swapped)) == sizes(tile) and bk == 64 and predicted > 0
+        bm, bn, bk, tiles, k_iters, workers, splits, partial_tiles, cm, cn, ck, whole = numbers
+        assert ((bm, bn), (cm, cn, ck), whole) == sizes(tile) and bk == 64 and predicted > 0
         assert tiles == -(-m // (bm * cm)) * -(-n // (bn * cn)) and k_iters == -(-k // (64 * ck))
-        if bool(swapped):
+        if whole:
             assert (kind, workers, splits, partial_tiles) == ("data_parallel", tiles, 1, 0)
         elif schedule != "auto":
             assert kind == schedule
@@ -96,7 +96,7 @@ def test_what_follows_is_planned_for(
     """The op tells the plan that the launcher makes of a gate and an epilogue."""
     best, *_ = _host.hopper_plans(*shape, gated=gated, finishes=finishes, multiprocessors=sms)
     kind, numbers, predicted = plan(*shape, sms=sms, gated=gated, finishes=finishes)
-    (bm, bn), (cm, cn, ck), swapped = sizes(best.tile)
+    (bm, bn), (cm, cn, ck), whole = sizes(best.tile)
     columns = bn // 2 if gated else bn
     m, n, k = shape
     tiles = -(-m // (bm * cm)) * -(-n // (columns * cn))
@@ -113,7 +113,7 @@ def test_what_follows_is_planned_for(
         cm,
         cn,
         ck,
-        swapped,
+        whole,
     ]
     assert (kind, numbers, predicted) == (best.plan.kind, expected, best.plan.predicted_us)
 
@@ -162,9 +162,9 @@ def test_plans_of_fp8(device: str, sms: int) -> None:
             kind, numbers, predicted = plan(
                 m, n, k, sms=sms, tile=tile, schedule=schedule, splits=3, device=device
             )
-            bm, bn, bk, tiles, k_iters, workers, _, partial_tiles, cm, cn, ck, swapped = numbers
+            bm, bn, bk, tiles, k_iters, workers, _, partial_tiles, cm, cn, ck, whole = numbers
             assert (
-                ((bm, bn), (cm, cn, ck), bool(swapped)) == sizes(tile)
+                ((bm, bn), (cm, cn, ck), whole) == sizes(tile)
                 and bk == 128
                 and kind == schedule
                 and predicted > 0

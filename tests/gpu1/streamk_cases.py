@@ -34,21 +34,33 @@ SCHEDULES = [
 ]
 TILES = ["128x256x32", "128x128x32", "64x64x32"]  # of the portable kernel
 HOPPER_TILES = ["128x256x64", "256x128x64", "256x192x64", "128x192x64", "128x128x64", "192x192x64"]
-# Of the kernel for products of less than a few waves, which computes the transpose, each CTA a whole tile: the least,
-# the most, and two between them; all of them: test_one_tile_kernel.py.
-SWAPPED_TILES = ["16x64x64s", "48x128x64s", "112x64x64s", "128x128x64s"]
+# Of the kernel for products of less than a few waves, each CTA a whole tile, swapped (it computes the transpose) or
+# not: the least, the most, and some between them, of each of its kernels; all of them: test_one_tile_kernel.py.
+WHOLE_TILES = ["16x64x64s", "48x128x64s", "112x64x64s", "128x128x64s", "256x64x64s", "144x128x64s", "96x192x64s",
+               "64x16x64w", "64x176x64w", "128x128x64w", "128x256x64w", "192x192x64w"]  # fmt: skip
 GATED_TILES = [  # whose columns can be halved, in multiples of 64
-    "128x256x64", "256x128x64", "128x128x64", *(tile for tile in SWAPPED_TILES if "x128x" in tile),
+    "128x256x64", "256x128x64", "128x128x64", *(tile for tile in WHOLE_TILES if "x128x64s" in tile),
 ]  # fmt: skip
 CLUSTERS = ["/2x1", "/1x2", "/1x1"]
-SWAPPED_CLUSTERS = [
-    *CLUSTERS, "/2x2", "/4x1", "/4x2", "/1x1x2", "/2x1x2", "/1x2x2", "/2x2x2", "/1x1x4", "/2x1x4", "/1x2x4", "/1x1x8",
+WHOLE_CLUSTERS = [
+    *CLUSTERS, "/2x2", "/4x1", "/1x4", "/4x2", "/2x4",
+    "/1x1x2", "/2x1x2", "/1x2x2", "/2x2x2", "/1x1x4", "/2x1x4", "/1x2x4", "/1x1x8",
 ]  # fmt: skip
+
+
+def takes(tile: str, cluster: str) -> bool:
+    """Whether a whole tile takes the cluster: CTAs load parts of 8 rows, and share tiles of up to 128x128 along K."""
+    bm, bn = map(int, tile.split("x")[:2])
+    m, n, *k = map(int, cluster[1:].split("x"))
+    columns, parts = (bm, n) if tile.endswith("s") else (bn, m)
+    return columns // parts % 8 == 0 and (not k or bm * bn <= 128 * 128)
+
+
 WALKING_NAMES = [
     tile + cluster for tile in HOPPER_TILES for cluster in CLUSTERS
 ]  # of the kernel that walks schedules
-SWAPPED_NAMES = [tile + cluster for tile in SWAPPED_TILES for cluster in SWAPPED_CLUSTERS]
-HOPPER_NAMES = [*WALKING_NAMES, *SWAPPED_NAMES]
+WHOLE_NAMES = [tile + cluster for tile in WHOLE_TILES for cluster in WHOLE_CLUSTERS if takes(tile, cluster)]
+HOPPER_NAMES = [*WALKING_NAMES, *WHOLE_NAMES]
 # How a matrix lies in memory: which dim is contiguous, whether 16-byte loads are possible.
 FAST = ["rows", "cols"]
 SLOW = ["rows_odd", "cols_odd", "strided"]
@@ -84,16 +96,16 @@ def _why_no_hopper_kernel() -> str:
 
 hopper_only = pytest.mark.skipif(bool(_why_no_hopper_kernel()), reason=_why_no_hopper_kernel() or "-")
 _HOPPER = [pytest.param(tile, marks=hopper_only) for tile in HOPPER_TILES]
-_SWAPPED = [pytest.param(tile, marks=hopper_only) for tile in SWAPPED_TILES]
-ANY_TILE = [*_HOPPER, *_SWAPPED, *TILES, ""]  # for parametrize; "" is what the device takes by itself
-HOPPER_AND_CHEAPEST = [*_HOPPER, *_SWAPPED, ""]
+_WHOLE = [pytest.param(tile, marks=hopper_only) for tile in WHOLE_TILES]
+ANY_TILE = [*_HOPPER, *_WHOLE, *TILES, ""]  # for parametrize; "" is what the device takes by itself
+HOPPER_AND_CHEAPEST = [*_HOPPER, *_WHOLE, ""]
 # Of tests that are about schedules: cut tiles, workspaces, workers, multiprocessors.
 ANY_WALKING_TILE = [*_HOPPER, *TILES, ""]
 WALKING_AND_CHEAPEST = [*_HOPPER, ""]
 
 
 def is_hopper(tile: str) -> bool:
-    return tile.partition("/")[0] in [*HOPPER_TILES, *SWAPPED_TILES]
+    return tile.partition("/")[0] in [*HOPPER_TILES, *WHOLE_TILES]
 
 
 def variants(tile: str, *, gated: bool = False) -> list[str]:

@@ -89,7 +89,7 @@ def test_errors_are_at_most_twice_those_of_cublas(tile: str, kind: str, generato
 @pytest.mark.parametrize(("m", "n", "k"), [(256, 256, 65536), (1000, 128, 20000), (16, 4096, 8192)])
 @pytest.mark.parametrize("tile", WALKING_AND_CHEAPEST)
 def test_long_sums(tile: str, m: int, n: int, k: int, kind: str, generator: torch.Generator) -> None:
-    """Few tiles: both sides cut K as they see fit. A swapped tile that is named cannot."""
+    """Few tiles: both sides cut K as they see fit. A whole tile that is named cannot."""
     with Failures() as failures:
         for dtype in DTYPES:
             a = draw(kind, (1, m, k), dtype, generator)

@@ -26,8 +26,8 @@ from streamk_cases import (
     PLANS,
     SCHEDULES,
     SLOW,
-    SWAPPED_TILES,
     WALKING_AND_CHEAPEST,
+    WHOLE_TILES,
     filled,
     hopper_only,
     is_hopper,
@@ -231,16 +231,17 @@ def test_names_of_tiles() -> None:
     """What a name means, and what a name that cannot be used answers."""
     a = torch.ones(1, 64, 64, dtype=torch.bfloat16, device="cuda")
     out = torch.empty_like(a)
-    for tile in [*HOPPER_TILES, *SWAPPED_TILES, *HOPPER_NAMES]:
+    for tile in [*HOPPER_TILES, *WHOLE_TILES, *HOPPER_NAMES]:
         gemm(a, a, out.fill_(0), tile=tile)
         assert bool((out == 64).all()), tile
     for tile in [
         "128x256x64/2x2", "128x256x64/", "128x256", "128x256x64/1x4", "256x256x64", "128x256x64/1x1x2", "128x256x64s",
-        "64x128x64", "16x128x64s/1x4", "64x128x64s/1x1x3", "64x128x64s/1x1x1", "64x256x64s", "8x64x64s", "144x64x64s",
+        "64x128x64", "16x128x64s/1x4", "64x128x64s/1x1x3", "64x128x64s/1x1x1", "64x256x64s", "8x64x64s", "272x64x64s",
+        "64x24x64w", "256x128x64w", "192x192x64w/1x1x2", "48x192x64s",
     ]:  # fmt: skip
         with pytest.raises(RuntimeError, match="tile must be"):
             gemm(a, a, out, tile=tile)
-    for tile in [*HOPPER_TILES, *SWAPPED_TILES]:
+    for tile in [*HOPPER_TILES, *WHOLE_TILES]:
         if tile not in GATED_TILES:
             with pytest.raises(RuntimeError, match="takes no gate"):
                 gemm(a, a, out, tile=tile, gate=a)

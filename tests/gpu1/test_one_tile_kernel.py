@@ -1,4 +1,4 @@
-"""The Hopper kernel for products of less than a few waves: every height and width of its tiles, in every cluster.
+"""The Hopper kernel for products of less than a few waves: every tile, swapped and straight, in every cluster.
 
 Epilogues, layouts and views of some of these tiles are in test_gemm_values.py and test_gemm_epilogue.py, sums of
 products in test_pairs_kernel.py.
@@ -12,29 +12,56 @@ import random
 import pytest
 import torch
 from gemm_checks import Failures, Product
-from streamk_cases import DTYPES, LAYOUTS, OUT_DTYPES, embed, gemm, hopper_only, integers, output, randn
+from streamk_cases import (
+    DTYPES,
+    LAYOUTS,
+    OUT_DTYPES,
+    WHOLE_CLUSTERS,
+    embed,
+    gemm,
+    hopper_only,
+    integers,
+    output,
+    randn,
+    takes,
+)
 
 from tpkernels.ops import _plans
 
 pytestmark = [pytest.mark.gpu1, hopper_only]
 
-HEIGHTS = range(16, 129, 16)
-NAMES = _plans.SWAPPED_TILES
+# Rows of wgmma, and the first and the last of its columns, of each kernel; its rows are columns of a swapped tile.
+KERNELS = [(64, 16, 128), (64, 144, 256), (128, 16, 128), (128, 144, 256), (192, 80, 192)]
+NAMES = [
+    tile + cluster
+    for rows, first, last in KERNELS
+    for columns in range(first, last + 1, 16)
+    for tile in (f"{columns}x{rows}x64s", f"{rows}x{columns}x64w")
+    for cluster in WHOLE_CLUSTERS
+    if takes(tile, cluster)
+]
 
 
-def names_of(rows: int) -> list[str]:
-    return [name for name in NAMES if name.startswith(f"{rows}x")]
+def shape_of(name: str) -> tuple[int, int]:
+    bm, bn = map(int, name.split("x")[:2])
+    return bm, bn
 
 
-@pytest.mark.parametrize("rows", HEIGHTS)
-def test_every_tile_in_every_cluster(rows: int, seed: int, generator: torch.Generator) -> None:
+@pytest.mark.parametrize("suffix", ["s", "w"])
+@pytest.mark.parametrize(("rows", "first", "last"), KERNELS)
+def test_every_tile_in_every_cluster(
+    rows: int, first: int, last: int, suffix: str, seed: int, generator: torch.Generator
+) -> None:
     """All layouts, types and epilogues in turn; rows and columns that end inside a tile, a unit, a cluster."""
     pick = random.Random(seed)
     layouts, outs = itertools.cycle(LAYOUTS), itertools.cycle(["rows", "rows_odd", "cols", "batch_inside"])
+    sizes = itertools.cycle([(1, 64 * 11), (2, 72), (1, 8), (3, 64 * 5 + 24)])
+    tiles = {f"{c}x{rows}x64s" if suffix == "s" else f"{rows}x{c}x64w" for c in range(first, last + 1, 16)}
     with Failures() as failures:
-        for name in names_of(rows):
-            for batch, k in [(1, 64 * 11), (2, 72), (1, 8), (3, 64 * 5 + 24)]:
-                m, n = pick.randint(1, 3 * rows), pick.randint(1, 500)
+        for name in (name for name in NAMES if name.partition("/")[0] in tiles):
+            bm, bn = shape_of(name)
+            for batch, k in itertools.islice(sizes, 2):
+                m, n = pick.randint(1, 3 * bm), pick.randint(1, 3 * bn)
                 layout_a, layout_b = next(layouts)
                 dtype, out_dtype = pick.choice(DTYPES), pick.choice(OUT_DTYPES)
                 a = embed(integers(batch, m, k, dtype=dtype, generator=generator), layout_a)
@@ -51,11 +78,12 @@ def test_every_tile_in_every_cluster(rows: int, seed: int, generator: torch.Gene
                     more.run(out_dtype, next(outs), old=old, preact_layout="rows", tile=name)
 
 
-@pytest.mark.parametrize("columns", [64, 128])
-def test_errors_of_long_sums(columns: int, generator: torch.Generator) -> None:
+@pytest.mark.parametrize("suffix", ["s", "w"])
+def test_errors_of_long_sums(suffix: str, seed: int, generator: torch.Generator) -> None:
     """Random numbers: CTAs along K add in fp32, tile by tile no worse than one sum."""
+    names = [name for name in NAMES if name.partition("/")[0].endswith(suffix)]
     with Failures() as failures:
-        for name in [name for name in NAMES if f"x{columns}x64s" in name]:
+        for name in random.Random(seed).sample(names, 150):
             m, n, k = 150, 392, 4104
             a = randn(1, m, k, dtype=torch.bfloat16, generator=generator)
             b = randn(1, n, k, dtype=torch.bfloat16, generator=generator).transpose(1, 2)
@@ -95,7 +123,7 @@ def test_bits_are_the_plans_alone(generator: torch.Generator) -> None:
     b = randn(1, 2056, 520, dtype=torch.bfloat16, generator=generator)
     big = torch.randn(4096, 4096, device="cuda").bfloat16()
     side = torch.cuda.Stream()
-    for name in ["64x64x64s/2x1x4", "112x128x64s/2x2x2", "32x64x64s/1x1x8", "128x128x64s/4x2"]:
+    for name in ["64x64x64s/2x1x4", "112x128x64s/2x2x2", "64x32x64w/1x1x8", "128x128x64w/2x4"]:
         first, again = (
             torch.full((1, 200, 520), float("nan"), dtype=torch.bfloat16, device="cuda") for _ in range(2)
         )
@@ -112,14 +140,14 @@ def test_bits_are_the_plans_alone(generator: torch.Generator) -> None:
         assert int(wrong) == 0, name
 
 
-def test_what_a_swapped_tile_does_not_take(generator: torch.Generator) -> None:
+def test_what_a_whole_tile_does_not_take(generator: torch.Generator) -> None:
     a = integers(1, 64, 64, dtype=torch.bfloat16, generator=generator)
     out = output((1, 64, 64), torch.bfloat16).tensor
     op = torch.ops.tpkernels.streamk_gemm
     plain = dict(bias=None, preact=None, activation="none", accumulate=False, tile="64x64x64s")
     for plan in [{"schedule": "stream_k"}, {"schedule": "split_k", "splits": 2}, {"workers": 3}]:
         with pytest.raises(
-            RuntimeError, match=r"tile '64x64x64s' is swapped: its CTAs take whole tiles, one each, so"
+            RuntimeError, match=r"tile '64x64x64s' is of the kernel whose CTAs take whole tiles, one each, so"
         ):
             op(a=a, b=a, out=out, **plain, **plan)
     with pytest.raises(RuntimeError, match="it takes all multiprocessors of a device"):
@@ -143,5 +171,5 @@ def test_auto_takes_it_for_small_products(generator: torch.Generator) -> None:
         b = integers(1, n, k, dtype=torch.bfloat16, generator=generator).transpose(1, 2)
         machine = _plans.machine_of("cuda", a.device)
         chosen = _plans.plan(_plans.Product(1, m, n, k), machine)
-        assert chosen["swapped"], chosen
+        assert chosen["suffix"], chosen
         Product(a, b).run(torch.bfloat16)

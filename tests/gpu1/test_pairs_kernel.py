@@ -13,7 +13,7 @@ from streamk_cases import (
     HOPPER_TILES,
     LAYOUTS,
     PLANS,
-    SWAPPED_TILES,
+    WHOLE_TILES,
     embed,
     hopper_only,
     integers,
@@ -62,7 +62,7 @@ def test_values(tile: str, generator: torch.Generator) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("tile", [*HOPPER_TILES, *SWAPPED_TILES])
+@pytest.mark.parametrize("tile", [*HOPPER_TILES, *WHOLE_TILES])
 def test_bits_of_one_product(tile: str, dtype: torch.dtype, generator: torch.Generator) -> None:
     """Where K of all but the last is whole iterations: those of operands side by side, with the same plan."""
     m, n = 517, 776

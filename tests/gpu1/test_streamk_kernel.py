@@ -163,8 +163,8 @@ def test_a_tile_that_is_named_is_taken(generator: torch.Generator) -> None:
     device = "sm90" if hopper else "sm80" if properties.major == 8 else "sm90-portable"
     count = properties.multi_processor_count
     plan = torch.ops.tpkernels.streamk_plan(1, 1408, 3840, 4096, device, "stream_k", 0, 1, count)
-    bm, bn, bk, *_, cluster_m, cluster_n, _, swapped = plan[1]
-    assert not swapped
+    bm, bn, bk, *_, cluster_m, cluster_n, _, whole = plan[1]
+    assert not whole
     cluster = f"/{cluster_m}x{cluster_n}" if hopper else ""
     assert torch.equal(run(""), run(f"{bm}x{bn}x{bk}{cluster}"))
     if hopper:

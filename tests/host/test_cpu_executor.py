@@ -100,18 +100,19 @@ def test_conversions_are_those_of_torch(dtype: torch.dtype) -> None:
 
 def test_plan_says_what_would_run() -> None:
     kind, numbers, predicted = OPS.streamk_plan(1, 64, 64, 4096, "cpu", "split_k", 4, 3)
-    bm, bn, bk, tiles, k_iters, workers, splits, partials, *cluster, swapped = numbers
-    assert cluster == [1, 1, 1] and not swapped
+    bm, bn, bk, tiles, k_iters, workers, splits, partials, *cluster, whole = numbers
+    assert cluster == [1, 1, 1] and not whole
     assert kind == "split_k" and splits == 3 and workers == partials == tiles * splits
     assert tiles == -(-64 // bm) * -(-64 // bn) and k_iters == -(-4096 // bk) and predicted > 0
     # More splits than K allows: what would run is said, not what was asked for.
     assert OPS.streamk_plan(1, 64, 64, 128, "cpu", "split_k", 4, 3)[1][6] == 1
     kind, numbers, _ = OPS.streamk_plan(1, 2048, 3584, 8192, "cuda")
-    bm, bn, bk, tiles, k_iters, clusters, _, _, cluster_m, cluster_n, cluster_k, swapped = numbers
-    assert (cluster_k, swapped) == (1, 0)
-    assert f"{bm}x{bn}x{bk}/{cluster_m}x{cluster_n}" in _host.HOPPER_TILES and kind in _host.SCHEDULE_KINDS
+    bm, bn, bk, tiles, k_iters, clusters, _, _, cluster_m, cluster_n, cluster_k, whole = numbers
+    assert cluster_k == 1 and whole in (0, 1, 2)
+    name = f"{bm}x{bn}x{bk}{('', 's', 'w')[whole]}/{cluster_m}x{cluster_n}"
+    assert name in _host.HOPPER_TILES and kind in _host.SCHEDULE_KINDS
     assert tiles == -(-2048 // (bm * cluster_m)) * -(-3584 // (bn * cluster_n)) and k_iters == 8192 // 64
-    assert 1 <= clusters * cluster_m * cluster_n <= 132  # workers are clusters
+    assert clusters == tiles if whole else 1 <= clusters * cluster_m * cluster_n <= 132  # workers are clusters
 
 
 PORTABLE_TILES = ["128x256x32", "128x128x32", "64x64x32"]

@@ -14,7 +14,8 @@ from schedule_checks import check_schedule
 from tpkernels import _host
 
 TILES = _host.HOPPER_TILES
-NO_GATE = ("256x192x64", "128x192x64", "192x192x64")
+WALKING = ("128x256x64", "256x128x64", "256x192x64", "128x192x64", "128x128x64", "192x192x64")
+NO_GATE = ("256x192x64", "128x192x64", "192x192x64", "64x128x64w", "128x192x64w", "128x64x64s")
 SIZES = st.integers(1, 3000)
 MULTIPROCESSORS = st.sampled_from([1, 2, 3, 16, 66, 78, 114, 131, 132, 264])
 
@@ -22,7 +23,7 @@ MULTIPROCESSORS = st.sampled_from([1, 2, 3, 16, 66, 78, 114, 131, 132, 264])
 def shape_of(tile: str) -> tuple[int, int, tuple[int, int, int]]:
     """Rows and columns of a tile, and its cluster."""
     sizes, cluster = tile.split("/")
-    bm, bn, _ = map(int, sizes.removesuffix("s").split("x"))
+    bm, bn, _ = map(int, sizes.rstrip("sw").split("x"))
     cm, cn, *depth = map(int, cluster.split("x"))
     return bm, bn, (cm, cn, *depth) if depth else (cm, cn, 1)
 
@@ -37,9 +38,28 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def whole_names() -> set[str]:
+    """Tiles whose CTAs take whole ones: rows of wgmma and its columns, swapped (s) and not (w), in clusters of which
+    each CTA loads whole groups of 8 rows; those along K for tiles of up to 128x128."""
+    kernels = [(64, 16, 128), (64, 144, 256), (128, 16, 128), (128, 144, 256), (192, 80, 192)]
+    planes = [(2, 1), (1, 2), (1, 1), (2, 2), (4, 1), (1, 4), (4, 2), (2, 4)]
+    deep = [(1, 1, 2), (2, 1, 2), (1, 2, 2), (2, 2, 2), (1, 1, 4), (2, 1, 4), (1, 2, 4), (1, 1, 8)]
+    found = set()
+    for (rows, first, last), (m, n, *k) in itertools.product(kernels, planes + deep):
+        cluster = "x".join(map(str, (m, n, *k)))
+        for columns in range(first, last + 1, 16):
+            if k and rows * columns > 128 * 128:
+                continue
+            if columns // n % 8 == 0:
+                found.add(f"{columns}x{rows}x64s/{cluster}")
+            if columns // m % 8 == 0:
+                found.add(f"{rows}x{columns}x64w/{cluster}")
+    return found
+
+
 def test_names_of_tiles() -> None:
-    swapped = 2 * (8 * 14)  # two widths; eight heights in 14 clusters, all of which take parts of 8 rows
-    assert len(set(TILES)) == 6 * 3 + swapped
+    walking = {f"{tile}/{cluster}" for tile in WALKING for cluster in ("2x1", "1x2", "1x1")}
+    assert set(TILES) == walking | whole_names() and len(TILES) == len(set(TILES))
     for tile in TILES:
         assert _host.is_hopper_tile(tile) and _host.is_hopper_tile(tile.split("/")[0])
     wrong = [
@@ -55,13 +75,16 @@ def test_names_of_tiles() -> None:
     for text in [
         *wrong,
         "128x256x64/1x1x2",
-        "64x128x64s/1x4",
+        "48x128x64s/1x4",
         "64x128x64s/1x1x1",
-        "144x64x64s",
+        "192x192x64w/1x1x2",
+        "208x192x64s",
         "24x64x64s",
+        "64x24x64w",
         "64x256x64s",
-        "128x256x64s",
+        "256x256x64w",
         "64x128x64s/",
+        "64x128x64v",
     ]:
         assert not _host.is_hopper_tile(text)
 
@@ -83,9 +106,9 @@ def test_every_iteration_of_every_tile_once(
 ) -> None:
     bm, bn, (cm, cn, ck) = shape_of(tile)
     assume(resident(tile, sms) > 0)
-    gated = gated and bn != 64 and tile.split("/")[0] not in NO_GATE
-    swapped = "s/" in tile
-    schedule = "data_parallel" if swapped and schedule != "auto" else schedule
+    gated = gated and bn % 128 == 0 and "w/" not in tile
+    whole = "s/" in tile or "w/" in tile
+    schedule = "data_parallel" if whole and schedule != "auto" else schedule
     (found,) = _host.hopper_plans(
         m, n, k, batch, schedule=schedule, splits=splits, tile=tile, gated=gated, multiprocessors=sms
     )
@@ -98,7 +121,7 @@ def test_every_iteration_of_every_tile_once(
     check_schedule([s.segments(w) for w in range(s.workers)], tiles, k_iters, s.min_iters, s.num_slots)
     places = {plan.order.at(i) for i in range(tiles)}
     assert places == set(itertools.product(range(batch), range(rows), range(cols)))
-    if swapped:
+    if whole:
         assert s.workers == max(1, tiles), "a worker for every tile"
     elif schedule != "split_k":
         assert s.workers <= resident(tile, sms), "more clusters than run at once"
@@ -114,7 +137,7 @@ def test_the_workers_that_are_looked_at_tell_of_all(m: int, n: int, k: int, sche
     bare = {name: 0.0 if "iter_us" not in name else cost for name, cost in _host.hopper_cost().items()}
     bare |= {"bytes_per_us": 1e30, "l2_bytes": 1e30}
     for found in _host.hopper_plans(m, n, k, schedule=schedule, splits=3, multiprocessors=sms):
-        if "s/" in found.tile:
+        if "s/" in found.tile or "w/" in found.tile:
             continue  # has a model of its own
         s = found.plan.schedule
         iters = max(_host.count_work(s, w).iterations for w in range(s.workers))

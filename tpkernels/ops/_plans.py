@@ -12,24 +12,10 @@ import torch
 
 from tpkernels import _extensions
 
-# CTAs of a cluster along M, N and, in swapped tiles alone, K.
-_CLUSTERS = ("2x1", "1x2", "1x1")
-_SWAPPED_CLUSTERS = (
-    (2, 1, 1), (1, 2, 1), (1, 1, 1), (2, 2, 1), (4, 1, 1), (4, 2, 1), (1, 1, 2), (2, 1, 2), (1, 2, 2), (2, 2, 2),
-    (1, 1, 4), (2, 1, 4), (1, 2, 4), (1, 1, 8),
-)  # fmt: skip
+_CLUSTERS = ("2x1", "1x2", "1x1")  # CTAs along M and N
 
-# For products of less than a few waves: the kernel computes the transpose, each CTA a tile of its own. A part of a
-# tile's rows, where CTAs along N share them, is whole groups of 8.
-SWAPPED_TILES = tuple(
-    f"{rows}x{columns}x64s/{m}x{n}" + (f"x{k}" if k > 1 else "")
-    for columns in (64, 128)
-    for rows in range(16, 129, 16)
-    for m, n, k in _SWAPPED_CLUSTERS
-    if rows // n % 8 == 0
-)
-
-# Tiles of each kernel by name, as the tile argument takes them; those of Hopper with their clusters. The portable
+# Tiles of each kernel by name, as the tile argument takes them; those of Hopper with their clusters, and without those
+# whose CTAs take whole ones, of which there are over a thousand: streamk_whole_tiles tells the best. The portable
 # kernel's are those of half precision.
 _PORTABLE = ("128x256x32", "128x128x32", "64x64x32")
 TILES = {
@@ -40,8 +26,7 @@ TILES = {
         f"{tile}/{cluster}"
         for tile in ("128x256x64", "256x128x64", "256x192x64", "128x192x64", "128x128x64", "192x192x64")
         for cluster in _CLUSTERS
-    )
-    + SWAPPED_TILES,
+    ),
 }
 
 
@@ -61,7 +46,7 @@ WIDE_TILES = {
     ),
 }
 
-_MOST_SWAPPED = 8  # kMostSwapped of csrc/kernels/sm90a/plan.hpp
+_WHOLE = ("", "s", "w")  # behind the name of a tile that a CTA takes whole, swapped or not
 
 # Of the Hopper kernel for 8-bit operands, architectures "sm90-fp8", "sm90-fp8-fast" (sums are not promoted) and
 # "sm90-fp8-blocks" (scales change along K).
@@ -163,11 +148,11 @@ def plan(
     kind, numbers, predicted = torch.ops.tpkernels.streamk_plan(
         *size, machine.architecture, schedule, 0, splits, machine.multiprocessors, tile, *demands
     )
-    bm, bn, bk, tiles, k_iters, workers, splits, partial_tiles, *cluster, swapped = numbers
+    bm, bn, bk, tiles, k_iters, workers, splits, partial_tiles, *cluster, whole = numbers
     return {
         "schedule": kind,
         "tile": (bm, bn, bk),
-        "swapped": bool(swapped),
+        "suffix": _WHOLE[whole],  # of the tile's name
         "cluster": tuple(
             cluster if cluster[2] > 1 else cluster[:2]
         ),  # CTAs along M, N, and K if more than one
@@ -183,7 +168,7 @@ def plan(
 def tile_name(one: dict[str, Any], machine: Machine) -> str:
     """Name of a plan's tile as the kernel takes it: "128x256x64/2x1" where there are clusters."""
     tile, cluster = ("x".join(map(str, one[key])) for key in ("tile", "cluster"))
-    return f"{tile}{'s' * one['swapped']}/{cluster}" if is_hopper(machine) else tile
+    return f"{tile}{one['suffix']}/{cluster}" if is_hopper(machine) else tile
 
 
 def is_hopper(machine: Machine) -> bool:
@@ -191,10 +176,15 @@ def is_hopper(machine: Machine) -> bool:
     return machine.architecture == "sm90" or machine.architecture.startswith(_SCALED)
 
 
+def is_whole(name: str) -> bool:
+    """Whether a tile's name says that CTAs take whole ones, one each."""
+    return name.partition("/")[0].endswith(_WHOLE[1:])
+
+
 def tiles_of(product: Product, machine: Machine) -> list[str]:
-    """Tiles that a product may get. The Hopper kernel halves the columns of a gated one, in multiples of 64; its
-    swapped tiles are for one product, whose rows no other rank waits for or sends. Adding what others send has no room
-    beside 192 columns.
+    """Tiles that a product may get. The Hopper kernel halves the columns of a gated one, in multiples of 64; its whole
+    tiles, of which these are the best, are for one product, whose rows no other rank waits for or sends. Adding what
+    others send has no room beside 192 columns.
     """
     if machine.architecture.startswith(_SCALED):
         return list(SCALED_TILES)
@@ -203,27 +193,21 @@ def tiles_of(product: Product, machine: Machine) -> list[str]:
         names = WIDE_TILES.get(product.dtype, names)
     if machine.architecture != "sm90":
         return list(names)
-    if product.group_sizes or product.collective:
-        names = tuple(name for name in names if "s/" not in name)
     if product.collective not in ("", "all_gather_matmul"):
         names = tuple(name for name in names if name.split("x")[1] != "192")
     if product.gated:
         names = tuple(name for name in names if int(name.split("x")[1]) % 128 == 0)
-    return list(names)
+    if product.group_sizes or product.collective:
+        return list(names)
+    whole = torch.ops.tpkernels.streamk_whole_tiles(*product[:4], machine.multiprocessors, product.gated)
+    return [*names, *whole]
 
 
 def candidates(product: Product, machine: Machine) -> list[dict[str, Any]]:
-    """The best plan of every tile, of swapped ones the cheapest, cheapest first: the first is what the kernel takes."""
-
-    def cheapest(names: list[str]) -> list[dict[str, Any]]:
-        found = [plan(product, machine, tile=name) for name in names]
-        return sorted(found, key=lambda one: float(one["predicted_us"]))
-
+    """The best plan of every tile, of whole ones the cheapest, cheapest first: the first is what the kernel takes."""
     chosen = plan(product, machine)
-    names = tiles_of(product, machine)
-    swapped = cheapest([name for name in names if "s/" in name])[:_MOST_SWAPPED]
-    others = cheapest([name for name in names if "s/" not in name]) + swapped
-    return [chosen] + sorted((p for p in others if p != chosen), key=lambda p: float(p["predicted_us"]))
+    found = [plan(product, machine, tile=name) for name in tiles_of(product, machine)]
+    return [chosen] + sorted((p for p in found if p != chosen), key=lambda p: float(p["predicted_us"]))
 
 
 def why(product: Product, machine: Machine, chosen: dict[str, Any]) -> str:

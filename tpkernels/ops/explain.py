@@ -68,7 +68,7 @@ class Explanation:
             used = "" if self.path.endswith("streamk") else " (not on this path)"
             p = self.plan
             tile, cluster = ("x".join(map(str, p[key])) for key in ("tile", "cluster"))
-            tile += "s" * p["swapped"]
+            tile += p["suffix"]
             clusters = "" if cluster == "1x1" else f" in clusters of {cluster}"
             lines.append(
                 f"  stream-k  {p['schedule']}, tile {tile}{clusters}, {p['tiles']} tiles of "

@@ -176,10 +176,10 @@ def _precision(dtype: str) -> Iterator[None]:
 
 
 def plans(product: _plans.Product, machine: _plans.Machine) -> list[PlanArguments]:
-    """Whole tiles, and the best that is cut, on every tile that may ever be chosen, but for swapped ones, whose model
-    is not fitted. Pure."""
+    """Whole tiles, and the best that is cut, on every tile that may ever be chosen, but for whole ones, whose model is
+    not fitted. Pure."""
     found: list[tuple[float, PlanArguments]] = []
-    for tile in (name for name in _plans.tiles_of(product, machine) if "s/" not in name):
+    for tile in (name for name in _plans.tiles_of(product, machine) if not _plans.is_whole(name)):
         whole = _plans.plan(product, machine, "data_parallel", tile)
         found.append((float(whole["predicted_us"]), PlanArguments("data_parallel", 1, tile)))
         cut = [

@@ -66,7 +66,7 @@ def _others(product: _plans.Product, machine: _plans.Machine, chosen: dict[str, 
     for rank, best in enumerate(best_of_tiles):
         tile = _plans.tile_name(best, machine)
         asked = [_named(best, product, machine) or PlanArguments("auto", 1, tile)]
-        if rank < _TILES and not best["swapped"]:  # whose CTAs take a whole tile each
+        if rank < _TILES and not best["suffix"]:  # whose CTAs take a whole tile each
             asked += [PlanArguments(kind, n, tile) for kind, splits in schedules for n in splits]
         for arguments in asked:
             plan = _plans.plan(product, machine, arguments.schedule, tile, arguments.splits)
@@ -95,7 +95,7 @@ def _identity(plan: dict[str, Any]) -> tuple[Any, ...]:
     kind = plan["schedule"] if plan["partial_tiles"] else "data_parallel"
     return (
         plan["tile"],
-        plan["swapped"],
+        plan["suffix"],
         plan["cluster"],
         kind,
         plan["workers"],

@@ -5,7 +5,7 @@
 //   work = max over workers (iterations + epilogues + fix-up)
 //   memory = bytes / bandwidth, every operand once
 //
-// Of swapped tiles: one_tile_cost.hpp.
+// Of one_tile.cuh: one_tile_cost.hpp.
 //
 // Fitted on one H200 by `python -m bench fit` to 1,710 rows of 140 shapes
 // (bench/results/2026-11-29_h200x1_sweep_first_97.jsonl,
@@ -21,8 +21,8 @@
 #include <cstdint>
 
 #include "host/cost_model.hpp"
-#include "kernels/sm90a/config.hpp"
 #include "kernels/sm90a/scaled_cost.hpp"
+#include "kernels/sm90a/tiles.hpp"
 
 namespace tpk::sm90a {
 
@@ -127,8 +127,9 @@ struct Demands {
   bool outer_major = false;  // both operands
   int64_t matrices = 1;      // of B: the groups of a grouped product
   Product product = Product::kHalf;
-  bool keeps_rows = false;  // other ranks are served by rows of tiles, which may not be swapped then
-  bool outer_rows = false;  // A is outer-major
+  bool keeps_rows = false;     // other ranks are served by rows of tiles, which may not be swapped then
+  bool outer_rows = false;     // A is outer-major
+  bool outer_columns = false;  // B is
 };
 
 // What a worker's work is made of.

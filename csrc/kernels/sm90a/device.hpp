@@ -147,6 +147,7 @@ class DeviceCache {
             static_cast<int>(demands.product),
             demands.keeps_rows,
             demands.outer_rows,
+            demands.outer_columns,
             ranks.key() + (call.groups != nullptr ? call.groups->key() : ""),
             std::string(call.schedule),
             std::string(call.tile),
@@ -185,7 +186,7 @@ class DeviceCache {
 
  private:
   using Key = std::tuple<int64_t, int64_t, int64_t, int64_t, int, int, int64_t, int64_t, bool, bool, bool,
-                         int, bool, bool, std::string, std::string, std::string, const HopperCost*>;
+                         int, bool, bool, bool, std::string, std::string, std::string, const HopperCost*>;
   static constexpr size_t kMaxPlans = 1024;
   std::mutex mutex_;
   std::set<std::pair<int, const void*>> prepared_;

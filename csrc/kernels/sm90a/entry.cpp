@@ -270,8 +270,8 @@ Prepared prepare(const GemmCall& call) {
   DeviceCache& cache = DeviceCache::instance();
   Residency residency = cache.residency(call.device);
   for (int t = 0; t < kNumAllTiles; ++t) {
-    // A CTA of a swapped tile goes wherever there is room: it leaves nothing to others.
-    const bool takes_all = is_swapped(static_cast<TileId>(t));
+    // A CTA of one_tile.cuh goes wherever there is room: it leaves nothing to others.
+    const bool takes_all = is_one_tile(static_cast<TileId>(t));
     const bool is_all = call.multiprocessors >= residency.clusters[t][cluster_index({1, 1})];
     for (int i = 0; i < kNumClusterShapes; ++i) {
       int64_t& clusters = residency.clusters[t][i];
@@ -288,7 +288,8 @@ Prepared prepare(const GemmCall& call) {
                         call.groups != nullptr ? call.groups->count : 1,
                         product_of(call),
                         serves_ranks(call.hooks),
-                        out.operands.a.major == Major::kOuter};
+                        out.operands.a.major == Major::kOuter,
+                        out.operands.b.major == Major::kOuter};
   out.plan = cache.plan(call, demands, residency);
   const GemmPlan& plan = out.plan.gemm;
   out.kernel = find_kernel(plan.tile, call.element, out.operands.a.major, out.operands.b.major);
@@ -301,7 +302,7 @@ Prepared prepare(const GemmCall& call) {
 void launch(const GemmCall& call, cudaStream_t stream, const Allocator& allocator) {
   const Prepared prepared = prepare(call);
   const GemmPlan& plan = prepared.plan.gemm;
-  if (is_swapped(plan.tile)) {
+  if (is_one_tile(plan.tile)) {
     return launch_one_tile(call, prepared.operands, plan, prepared.kernel, prepared.resident, stream);
   }
   GemmParams p;

@@ -145,9 +145,11 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   allow_later_kernels();
   if (warp < 4) {
     cutlass::arch::warpgroup_reg_dealloc<Tile::kProducerRegisters>();
-    if (threadIdx.x == 0) run_loader<Tile, kMajorA, kMajorB>(p, s, at);
-    if (threadIdx.x == 32) run_scheduler<Tile>(p, s, at);
-    if (threadIdx.x == 64 && bells) run_ringer<Tile>(p, s);
+    // Elected: of another single thread the compiler does not know that it is alone, and wraps each of its
+    // loads in a loop over those who ask.
+    if (warp == 0 && cute::elect_one_sync()) run_loader<Tile, kMajorA, kMajorB>(p, s, at);
+    if (warp == 1 && cute::elect_one_sync()) run_scheduler<Tile>(p, s, at);
+    if (warp == 2 && bells && cute::elect_one_sync()) run_ringer<Tile>(p, s);
     if constexpr (Tile::kScaled) {
       if (warp == 3 && block_scales) run_scale_loader<Tile>(p, s);
     }

@@ -18,8 +18,9 @@ struct KernelInfo {
 template <class Tile, Element kElement>
 KernelInfo kernel_info(Major a, Major b);
 
-// Of one_tile.cuh, whose argument is one OneTileParams; a: weights, b: tokens. shared_bytes: the most.
-template <Element kElement, int kColumns>
+// Of one_tile.cuh, whose argument is one OneTileParams; a: rows of wgmma, b: its columns. kKernel: of
+// kOneTileKernels. shared_bytes: the most.
+template <Element kElement, int kKernel>
 KernelInfo one_tile_kernel_info(Major a, Major b);
 
 // Of 8-bit operands, K contiguous in both.

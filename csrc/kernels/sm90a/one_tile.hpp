@@ -4,14 +4,15 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 
 #include "host/macros.hpp"
-#include "kernels/sm90a/config.hpp"
+#include "kernels/sm90a/tiles.hpp"
 
 namespace tpk::sm90a {
 
-constexpr int kUnit = 16;             // rows of the product that travel together
-constexpr int kMostStages = 10;       // more gain nothing
+constexpr int kUnit = kColumnStep;  // columns of wgmma that travel together
+constexpr int kMostStages = 16;
 constexpr int kSharedOfTwo = 115712;  // bytes of a CTA's shared memory where two share a multiprocessor
 constexpr int kOneTileSharedLimit = 232448;
 
@@ -39,36 +40,57 @@ struct OneTileMemory {
   }
 };
 
-// iterations: of this CTA. outer_rows: the rows of the product (A) are outer-major, in boxes of 64.
-// crowded: there are more CTAs than multiprocessors, so that two should fit into one.
-inline OneTileMemory one_tile_memory(TileId tile, ClusterShape cluster, int64_t iterations, bool outer_rows,
-                                     bool crowded) {
-  const TileShape t = tile_shape(tile);
-  const int rows = static_cast<int>(t.bm);
-  const int columns = static_cast<int>(t.bn);
-  const int units = most_units(rows / kUnit, cluster.k);
-  const int unit_bytes = kUnit * columns * static_cast<int>(sizeof(float));
+// Bytes from row to row of a straight tile that lies in shared memory, of 2 or 4 bytes an element: 16 more
+// than it has, so that 8 rows meet no bank twice.
+TPK_HD constexpr int straight_pitch(int columns, int element_bytes) { return columns * element_bytes + 16; }
+
+// How the CTAs of a launch get through its tiles: one each while there is room for all at once; one each, two
+// to a multiprocessor, so that the end of one runs beside the main loop of the other; or as many as run at
+// once, which take tiles in turn and load the next while they store. Beyond two rounds the last is faster by
+// 6 to 22 %, and by 7 at two where registers leave no room for two; else the crowd is, by 3.
+enum class Turns { kOnce, kCrowd, kWalk };
+inline Turns turns_of(TileId tile, ClusterShape cluster, int64_t tiles, int64_t clusters, bool plain) {
+  if (tiles <= clusters) return Turns::kOnce;
+  const bool alone = kOneTileKernels[one_tile_shape(tile).kernel].sharers == 1;
+  const bool may_walk = plain && cluster.k == 1 && tiles <= std::numeric_limits<int32_t>::max();
+  return may_walk && (alone || tiles > 2 * clusters) ? Turns::kWalk : Turns::kCrowd;
+}
+
+// iterations: of this CTA for a tile. outer_columns: the operand of wgmma's columns is outer-major, in boxes
+// of 64.
+inline OneTileMemory one_tile_memory(TileId tile, ClusterShape cluster, int64_t iterations,
+                                     bool outer_columns, Turns turns) {
+  const OneTileShape t = one_tile_shape(tile);
+  const int units = most_units(t.columns / kUnit, cluster.k);
+  const int unit_bytes = kUnit * t.rows * static_cast<int>(sizeof(float));
+  const int boxes = (t.columns + kChunkOuter - 1) / kChunkOuter * kChunkOuter;
   OneTileMemory m;
-  m.stage_bytes =
-      (columns + (outer_rows ? (rows + kChunkOuter - 1) / kChunkOuter * kChunkOuter : rows)) * kSwizzleBytes;
-  m.meeting_bytes = cluster.k > 1 ? cluster.k * units * unit_bytes : 0;
-  // Stages also hold what a CTA finishes, in fp32, when they have been read.
-  const int least = std::max(2, (units * unit_bytes + m.stage_bytes - 1) / m.stage_bytes);
+  m.stage_bytes = (t.rows + (outer_columns ? boxes : t.columns)) * kSwizzleBytes;
+  m.meeting_bytes = cluster.k > 1           ? cluster.k * units * unit_bytes
+                    : turns == Turns::kWalk ? t.rows * straight_pitch(t.columns, 2)
+                                            : 0;
   const auto fit = [&](int limit) {
     return (limit - m.meeting_bytes - static_cast<int>(sizeof(OneTileBarriers))) / m.stage_bytes;
   };
-  const int two = fit(kSharedOfTwo);
-  m.stages = crowded && two >= std::max(3, least) ? two : fit(kOneTileSharedLimit);
+  if (turns == Turns::kWalk) {
+    m.stages = std::min(fit(kOneTileSharedLimit), kMostStages);
+    return m;
+  }
+  // Stages also hold what a CTA finishes, in fp32, when they have been read.
+  const int finished = t.rows * straight_pitch(units * kUnit, sizeof(float));
+  const int least = std::max(2, (finished + m.stage_bytes - 1) / m.stage_bytes);
+  const bool alone = kOneTileKernels[t.kernel].sharers == 1;
+  const int two = turns == Turns::kCrowd && !alone ? fit(kSharedOfTwo) : 0;
+  m.stages = two >= std::max(3, least) ? two : fit(kOneTileSharedLimit);
   m.stages = std::min(m.stages, kMostStages);
   m.stages = static_cast<int>(std::min<int64_t>(m.stages, std::max<int64_t>(iterations, least)));
   return m;
 }
 
-// CTAs of so much shared memory that a multiprocessor holds. Its registers hold four of 64 columns (160
-// threads) or two of 128 (288): one_tile.cuh takes at most 96 a thread.
+// CTAs of so much shared memory that a multiprocessor holds.
 inline int one_tile_sharers(TileId tile, const OneTileMemory& m) {
   constexpr int kSharedOfAll = 2 * (kSharedOfTwo + 1024);  // each CTA takes 1 KiB more
-  return std::min(tile_shape(tile).bn > 64 ? 2 : 4, kSharedOfAll / (m.total() + 1024));
+  return std::min(kOneTileKernels[one_tile_shape(tile).kernel].sharers, kSharedOfAll / (m.total() + 1024));
 }
 
 }  // namespace tpk::sm90a

@@ -17,6 +17,7 @@
 #pragma once
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstdint>
 #include <initializer_list>
@@ -27,27 +28,25 @@ namespace tpk::sm90a {
 
 struct OneTileCost {
   double launch_us;
-  double cluster_us;    // of clusters of more than one CTA
-  double fill_us;       // from a CTA's start to its first products
-  double iteration_us;  // one iteration, beside its columns
-  double column_us;     // likewise, of each column
-  double skew;          // how much longer it takes where CTAs share along M and N, for each doubling of both
-  double peak_us;       // products of 64 elements of K: of each element of a tile
-  double sustained_us;  // likewise, under a full load, when the clock follows power
-  double asked_per_us;  // bytes that a CTA loads itself; what others load for it comes beside that
-  double l2_per_us;     // bytes that L2 sends, in short
+  double cluster_us;  // of clusters of more than one CTA
+  double fill_us;     // from a CTA's start to its first products
+  double row_us;      // one iteration, of each row
+  double skew;        // how much longer it takes where CTAs share rows and columns, for each doubling of both
+  double peak_us;     // products of 64 elements of K: of each element of a tile
+  double sustained_us;    // likewise, under a full load, when the clock follows power
+  double asked_per_us;    // bytes that a CTA loads itself; what others load for it comes beside that
+  double l2_per_us;       // bytes that L2 sends, in short
   double l2_long_per_us;  // likewise, behind the first l2_short_bytes
   double l2_short_bytes;
   double split_lines;    // how much more both take where rows of K begin within lines of 128 bytes
   double split_sectors;  // beside that, within sectors of 32 bytes
   double latency_us;     // from a stage's release to its next operands
-  double tokens_us;      // likewise, where CTAs share along N, for each doubling
-  double both_us;        // likewise, along M and N
-  double end_row_us;     // from the last product to the last store, of 128 rows
+  double end_column_us;  // from the last product to the last store, of 128 columns
   double end_us;         // likewise, of 128x128 elements
-  double later_end_us;   // what it takes from other CTAs of the multiprocessor, of 128 rows
+  double later_end_us;   // what it takes from other CTAs of the multiprocessor, of 128 columns
+  double walk_end;       // the part of the former two that the next tile waits for where clusters walk
   double meet_us;        // CTAs along K
-  double meet_unit_us;   // likewise, of each unit of 128 columns that another CTA sends
+  double meet_unit_us;   // likewise, of each unit of 128 rows that another CTA sends
   double wave_us;        // a wave of clusters behind another
   double doubling_us;    // likewise, each time that they are twice as large
   double bytes_per_us;   // of device memory
@@ -55,10 +54,11 @@ struct OneTileCost {
                          // 8192, less so of CTAs at different depths, which may ask more of its channels
 };
 
-inline constexpr OneTileCost kCostOneTile{1.537,  0.1277,  0.2678,  0.06911, 0.0008923, 0.09816, 1.8e-5,
-                                          2.5e-5, 6.502e5, 5.059e7, 7.5e6,   2.5e7,     5.267,   1.523,
-                                          1.145,  0.1678,  0.2586,  0.6813,  0.6784,    0.8904,  0.8453,
-                                          0.35,   0.7087,  0.3151,  4.41e6,  0.4583};
+inline constexpr OneTileCost kCostOneTile{
+    1.39,  0.4595, 0.08236, 0.0009358, 0.3312, 1.622e-5, 1.673e-5, 7.399e5, 5.485e7, 8.21e6, 1.598e6, 2.277,
+    4.407, 1.248,  0.3176,  1.304,     1.661,  0.6462,   1.469,    0.2865,  2.346,   0.11,   4.744e6, 0.6134};
+
+inline double log2_of(int32_t power) { return std::countr_zero(static_cast<uint32_t>(power)); }
 
 // The longest of some times, and more where several are as long: a norm of 4.
 inline double longest(std::initializer_list<double> times) {
@@ -67,47 +67,54 @@ inline double longest(std::initializer_list<double> times) {
   return std::sqrt(std::sqrt(sum));
 }
 
-// clusters: that run at once where a CTA has a multiprocessor to itself.
-inline double one_tile_us(const Problem& p, TileId tile, ClusterShape cluster, bool gated, bool outer_rows,
-                          int64_t clusters, const OneTileCost& c) {
+// plain: nothing but the product is stored. clusters: that run at once where a CTA has a multiprocessor to
+// itself. outer_columns: see one_tile_memory().
+inline double one_tile_us(const Problem& p, TileId tile, ClusterShape cluster, bool gated, bool plain,
+                          bool outer_columns, int64_t clusters, const OneTileCost& c) {
   TileShape of_cluster = cluster_tile(tile, cluster);
   if (gated) of_cluster.bn /= 2;
+  const OneTileShape shape = one_tile_shape(tile);
+  const Sharers sharers = sharers_of(tile, cluster);
   const int64_t tiles = num_tiles(p, of_cluster);
   const int64_t depth = iters_per_tile(p, of_cluster);
-  const OneTileMemory memory = one_tile_memory(tile, cluster, depth, outer_rows, tiles > clusters);
-  const auto rows = static_cast<double>(tile_shape(tile).bm);
-  const auto columns = static_cast<double>(tile_shape(tile).bn);
+  const Turns turns = turns_of(tile, cluster, tiles, clusters, plain);
+  const OneTileMemory memory = one_tile_memory(tile, cluster, depth, outer_columns, turns);
+  const auto rows = static_cast<double>(shape.rows);
+  const auto columns = static_cast<double>(shape.columns);
   const auto iterations = static_cast<double>(depth);
   const auto stages = static_cast<double>(memory.stages);
-  const double along_m = std::log2(cluster.m);
-  const double along_n = std::log2(cluster.n);
+  const double along_rows = log2_of(sharers.rows);
+  const double along_columns = log2_of(sharers.columns);
   // Clusters after each other on the same multiprocessors, and all of them.
   const auto waves = static_cast<double>(ceil_div(tiles, clusters * one_tile_sharers(tile, memory)));
   const auto queue = static_cast<double>(ceil_div(tiles, clusters));
   const double later = std::max(0.0, waves - 1);
 
-  const double loaded_rows = memory.stage_bytes / kSwizzleBytes - columns;
-  const double own = (columns / cluster.m + loaded_rows / cluster.n) * kSwizzleBytes;
+  const double loaded_columns = memory.stage_bytes / kSwizzleBytes - rows;
+  const double own = (rows / sharers.rows + loaded_columns / sharers.columns) * kSwizzleBytes;
   const double asked =
       own * (1 + (p.k % kBK != 0 ? c.split_lines : 0) + (p.k % 16 != 0 ? c.split_sectors : 0));
   const double loads = asked / c.asked_per_us;
-  const double products = c.iteration_us + c.column_us * columns;
+  const double products = c.row_us * rows;
   const double longer = std::max(loads, products);
   const double ratio = std::min(loads, products) / longer;
   const double iteration = longer * std::sqrt(longest({1, ratio * ratio})) *  // a norm of 8
-                           (1 + c.skew * along_m * along_n);
+                           (1 + c.skew * along_rows * along_columns);
   // Stages are loaded again as they are released, one iteration after their products.
-  const double latency = c.latency_us + c.tokens_us * along_n + c.both_us * along_m * along_n;
-  const double round = longest({stages * iteration, latency + 2 * iteration});
+  const double round = longest({stages * iteration, c.latency_us + 2 * iteration});
 
-  const int units = most_units(static_cast<int>(rows) / kUnit, cluster.k);
+  const int units = most_units(shape.columns / kUnit, cluster.k);
   const double finished = units * kUnit / 128.0;
-  const double wide = columns / 128;
-  double end = finished * (c.end_row_us + c.end_us * wide);
-  if (cluster.k > 1) end += c.meet_us + c.meet_unit_us * wide * units * (cluster.k - 1);
+  const double high = rows / 128;
+  double end = finished * (c.end_column_us + c.end_us * high);
+  if (cluster.k > 1) end += c.meet_us + c.meet_unit_us * high * units * (cluster.k - 1);
 
-  const double chain =
-      waves * (c.fill_us + stages * iteration + std::max(0.0, iterations / stages - 1) * round) + later * end;
+  const auto rounds = [&](double of_iterations) {
+    return c.fill_us + stages * iteration + std::max(0.0, of_iterations / stages - 1) * round;
+  };
+  const bool walks = turns == Turns::kWalk;
+  const double chain = walks ? rounds(queue * iterations) + (queue - 1) * end * c.walk_end
+                             : waves * rounds(iterations) + later * end;
   const double work = queue * iterations * iteration + std::max(0.0, queue - 1) * c.later_end_us * finished;
   const double tensor = iterations * rows * columns *
                         std::max(c.peak_us * queue,
@@ -122,7 +129,7 @@ inline double one_tile_us(const Problem& p, TileId tile, ClusterShape cluster, b
   const double device = bytes / c.bytes_per_us * (1 + (crowds ? c.crowding / (cluster.k * waves) : 0));
   double us = c.launch_us + end + longest({chain, work, tensor, l2, device});
   if (cluster.size() > 1)
-    us += c.cluster_us + later * (c.wave_us + c.doubling_us * std::log2(cluster.size()));
+    us += c.cluster_us + (walks ? 0 : later * (c.wave_us + c.doubling_us * log2_of(cluster.size())));
   return us;
 }
 

@@ -1,5 +1,6 @@
 #include "kernels/sm90a/one_tile_launch.hpp"
 
+#include <algorithm>
 #include <bit>
 
 #include "kernels/sm90a/device.hpp"
@@ -9,42 +10,44 @@
 namespace tpk::sm90a {
 namespace {
 
-int32_t log2_of(int32_t power) { return std::countr_zero(static_cast<uint32_t>(power)); }
+int32_t log_of(int32_t power) { return std::countr_zero(static_cast<uint32_t>(power)); }
 
 void fill_shape(OneTileParams& p, const GemmPlan& plan, const OneTileMemory& memory) {
-  const TileShape tile = tile_shape(plan.tile);
-  const ClusterShape& cluster = plan.cluster;
-  p.tile_rows = static_cast<int32_t>(tile.bm);
-  p.cluster_m = cluster.m;
-  p.cluster_n = cluster.n;
-  p.cluster_k = cluster.k;
-  p.log_m = log2_of(cluster.m);
-  p.log_n = log2_of(cluster.n);
-  p.log_k = log2_of(cluster.k);
-  p.iterations = static_cast<int32_t>(iters_per_tile(p.problem, tile));
-  p.part_a = static_cast<int32_t>(p.gated ? tile.bn / 2 : tile.bn) / cluster.m;
-  p.part_b = p.tile_rows / cluster.n;
+  const OneTileShape tile = one_tile_shape(plan.tile);
+  const Sharers sharers = sharers_of(plan.tile, plan.cluster);
+  p.swapped = tile.swapped;
+  p.columns = tile.columns;
+  p.share_rows = sharers.rows;
+  p.share_columns = sharers.columns;
+  p.depth = sharers.depth;
+  p.log_rows = log_of(sharers.rows);
+  p.log_columns = log_of(sharers.columns);
+  p.log_depth = log_of(sharers.depth);
+  p.iterations = static_cast<int32_t>(iters_per_tile(p.problem, tile_shape(plan.tile)));
+  p.part_a = (p.gated ? tile.rows / 2 : tile.rows) / sharers.rows;
+  p.part_b = tile.columns / sharers.columns;
   p.stages = memory.stages;
   p.stage_bytes = memory.stage_bytes;
   p.meeting_bytes = memory.meeting_bytes;
-  p.most_units = most_units(p.tile_rows / kUnit, cluster.k);
+  p.most_units = most_units(tile.columns / kUnit, sharers.depth);
 }
 
-// The kernel's A is the product's B.
+// Swapped, the kernel's rows are columns of the product, hence of its B.
 void fill_operands(OneTileParams& p, const GemmCall& c, const Operands& o, const GemmPlan& plan) {
-  const TileShape tile = tile_shape(plan.tile);
-  const auto weights = [&](const OperandView& v) {
-    return operand_map(v, c.element, p.gated ? tile.bn / 2 : tile.bn, plan.cluster.m);
+  const OneTileShape tile = one_tile_shape(plan.tile);
+  const auto rows = [&](const OperandView& v) {
+    return operand_map(v, c.element, p.gated ? tile.rows / 2 : tile.rows, p.share_rows);
   };
   const auto maps = [&](const PairView& v) {
-    return PairMaps{weights(v.b), operand_map(v.a, c.element, tile.bm, plan.cluster.n)};
+    return PairMaps{rows(tile.swapped ? v.b : v.a),
+                    operand_map(tile.swapped ? v.a : v.b, c.element, tile.columns, p.share_columns)};
   };
   p.pair_ends = pair_ends(c);
   p.pairs[0] = maps(o);
   for (int i = 0; i < c.num_more; ++i) p.pairs[i + 1] = maps(o.more[i]);
-  if (p.gated) p.map_gate = weights(o.gate);
-  p.batch_step_a = o.b.batch_step;
-  p.batch_step_b = o.a.batch_step;
+  if (p.gated) p.map_gate = rows(o.gate);
+  p.batch_step_a = (tile.swapped ? o.b : o.a).batch_step;
+  p.batch_step_b = (tile.swapped ? o.a : o.b).batch_step;
 }
 
 void fill_epilogue(OneTileParams& p, const GemmCall& c) {
@@ -76,24 +79,30 @@ void launch_one_tile(const GemmCall& call, const Operands& operands, const GemmP
   OneTileParams p;
   p.problem = whole_problem(call);
   p.gated = call.gate.data != nullptr;
-  const bool crowded = plan.plan.order.size() > clusters;
-  const OneTileMemory memory =
-      one_tile_memory(plan.tile, plan.cluster, iters_per_tile(p.problem, plan.plan.tile),
-                      operands.a.major == Major::kOuter, crowded);
-  fill_shape(p, plan, memory);
-  fill_operands(p, call, operands, plan);
-  fill_epilogue(p, call);
+  const OperandView& columns = is_swapped(plan.tile) ? operands.a : operands.b;
   const TileOrder& order = plan.plan.order;
   if (order.size() == 0) return;
+  fill_epilogue(p, call);
+  const Turns turns = turns_of(plan.tile, plan.cluster, order.size(), clusters, p.plain);
+  const OneTileMemory memory =
+      one_tile_memory(plan.tile, plan.cluster, iters_per_tile(p.problem, plan.plan.tile),
+                      columns.major == Major::kOuter, turns);
+  fill_shape(p, plan, memory);
+  fill_operands(p, call, operands, plan);
+  p.walks = turns == Turns::kWalk;
+  p.tiles_n = static_cast<int32_t>(order.tiles_n);
+  p.tiles_m = static_cast<int32_t>(order.tiles_m);
+  p.num_tiles = static_cast<int32_t>(order.size());
   KernelInfo fitted = kernel;
   fitted.shared_bytes = static_cast<size_t>(memory.total());
-  const dim3 grid(static_cast<unsigned>(order.tiles_m), static_cast<unsigned>(order.tiles_n),
-                  static_cast<unsigned>(order.batch));
+  const dim3 grid = p.walks ? dim3(static_cast<unsigned>(std::min(clusters, order.size())))
+                            : dim3(static_cast<unsigned>(order.tiles_n), static_cast<unsigned>(order.tiles_m),
+                                   static_cast<unsigned>(order.batch));
   ClusterLaunch launch(grid, plan.cluster, fitted, stream);
   launch.start_early();
   void* arguments[] = {&p};
   check_cuda(cudaLaunchKernelExC(&launch.config, fitted.function, arguments),
-             "The launch of the Hopper kernel of swapped tiles");
+             "The launch of the Hopper kernel of whole tiles");
 }
 
 }  // namespace tpk::sm90a

@@ -10,29 +10,37 @@
 
 namespace tpk::sm90a {
 
-// The kernel computes the transpose: its rows are columns of the product (weights), its columns rows of the
-// product (tokens). Blocks: x counts the clusters along M, y those along N, z the batch.
+// Rows and columns here are those of wgmma. Swapped, its rows are columns of the product (weights) and its
+// columns rows of the product (tokens); else they are what they are called. Blocks: x counts the clusters
+// along N, y those along M, z the batch; where clusters walk, x counts those that run at once, and each takes
+// every so many-th tile.
 struct OneTileParams {
-  PairMaps pairs[kMaxPairs];  // a: weights, b: tokens
-  CUtensorMap map_gate;       // gated: the first half of a tile's weights; pairs[0].a the second
+  PairMaps pairs[kMaxPairs];  // a: rows, b: columns
+  CUtensorMap map_gate;       // gated, swapped: the first half of a tile's weights; pairs[0].a the second
   PairEnds pair_ends;
-  int32_t batch_step_a = 1;  // 0: one matrix of weights for all batches
+  int32_t batch_step_a = 1;  // 0: one matrix of rows for all batches
   int32_t batch_step_b = 1;
 
   Problem problem;
-  int32_t tile_rows = kUnit;
-  int32_t cluster_m = 1;  // see ClusterShape: powers of two, and their logarithms
-  int32_t cluster_n = 1;
-  int32_t cluster_k = 1;
-  int32_t log_m = 0;
-  int32_t log_n = 0;
-  int32_t log_k = 0;
+  bool swapped = true;
+  bool walks = false;   // plain, depth 1
+  int32_t tiles_n = 1;  // of a cluster
+  int32_t tiles_m = 1;
+  int32_t num_tiles = 1;    // of all the batch
+  int32_t columns = kUnit;  // of a tile
+  int32_t share_rows = 1;   // CTAs: see Sharers; powers of two, and their logarithms
+  int32_t share_columns = 1;
+  int32_t depth = 1;
+  int32_t log_rows = 0;
+  int32_t log_columns = 0;
+  int32_t log_depth = 0;
   int32_t iterations = 1;  // of the whole tile
-  int32_t part_a = 0;      // rows of each CTA's part of the weights (of one map), and of the tokens
+  int32_t part_a = 0;      // rows of each CTA's part of one map, and columns
   int32_t part_b = 0;
   int32_t stages = 0;
   int32_t stage_bytes = 0;
-  int32_t meeting_bytes = 0;
+  int32_t meeting_bytes =
+      0;                   // behind the stages; where clusters walk, a tile of the output lies there instead
   int32_t most_units = 1;  // that a CTA finishes
 
   bool gated = false;

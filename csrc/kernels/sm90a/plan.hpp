@@ -14,11 +14,11 @@
 
 #include "host/plan.hpp"
 #include "host/progress.hpp"
-#include "kernels/sm90a/config.hpp"
 #include "kernels/sm90a/cost.hpp"
 #include "kernels/sm90a/groups.hpp"
 #include "kernels/sm90a/one_tile_cost.hpp"
 #include "kernels/sm90a/placement.hpp"
+#include "kernels/sm90a/tiles.hpp"
 
 namespace tpk::sm90a {
 
@@ -51,11 +51,14 @@ inline Residency full_residency(int64_t multiprocessors) {
   return r;
 }
 
-// The columns of a gated tile are half gate, half b, and boxes of an outer-major b are 64 wide.
-inline bool takes_gate(TileId id) { return tile_shape(id).bn % 128 == 0; }
+// The columns of a gated tile are half gate, half b, and boxes of an outer-major b are 64 wide. A straight
+// tile of one_tile.cuh has one map for all its columns.
+inline bool takes_gate(TileId id) {
+  return tile_shape(id).bn % 128 == 0 && (!is_one_tile(id) || is_swapped(id));
+}
 
-// Of swapped tiles, unless one is named, so many plans are among the candidates: the cheapest.
-constexpr size_t kMostSwapped = 8;
+// Of tiles of one_tile.cuh, unless one is named, so many plans are among the candidates: the cheapest.
+constexpr size_t kMostOneTile = 8;
 
 // Adding what other ranks send takes registers beside the accumulators: tiles of 192 columns spill there,
 // which costs 15 % of a product with K = 6144.
@@ -66,19 +69,16 @@ inline std::string tile_names(bool scaled) {
   std::string names;
   for (int t = scaled ? kNumTiles : 0; t < (scaled ? kNumAllTiles : kNumWalkingTiles); ++t)
     names += (names.empty() ? "" : ", ") + name(static_cast<TileId>(t));
-  return scaled ? names : names + ", 16x64x64s to 128x128x64s in steps of 16 rows and 64 columns";
+  if (scaled) return names;
+  for (const OneTileKernel& k : kOneTileKernels) {
+    const std::string rows = std::to_string(k.rows);
+    names += (&k == kOneTileKernels ? ", of whole tiles " : ", ") + std::to_string(k.first) + "x" + rows +
+             "x64s to " + std::to_string(k.last) + "x" + rows + "x64s";
+  }
+  return names + " in steps of 16 rows, and the same with rows and columns changed, as 64x16x64w";
 }
 
-inline bool is_tile_name(std::string_view text) {
-  for (int t = 0; t < kNumAllTiles; ++t) {
-    for (const ClusterShape c : kClusterShapes) {
-      if (!takes_cluster(static_cast<TileId>(t), c)) continue;
-      const std::string full = name(static_cast<TileId>(t), c);
-      if (text == full || text == std::string_view(full).substr(0, full.find('/'))) return true;
-    }
-  }
-  return false;
-}
+inline bool is_tile_name(std::string_view text) { return find_tile(text).has_value(); }
 
 // Kinds that an arrival cuts at few depths of K.
 inline bool is_aligned(ScheduleKind kind) {
@@ -209,68 +209,81 @@ class TilePlans {
   TileArrivals grouped_arrivals_;
 };
 
-// The plan of a swapped tile and cluster, or nothing where the grid would be too large: a CTA for every tile,
-// in whole clusters.
-inline std::optional<GemmPlan> plan_swapped(const Problem& p, TileId tile, ClusterShape cluster,
-                                            const Demands& demands, int64_t clusters) {
-  GemmPlan g;
-  g.tile = tile;
-  g.cluster = cluster;
+// A tile and cluster of one_tile.cuh, of which there are over a thousand: no more than what ranks them.
+struct WholeTile {
+  double us;
+  TileId tile;
+  ClusterShape cluster;
+};
+
+inline TileShape one_tile_extent(TileId tile, ClusterShape cluster, bool gated) {
   TileShape shape = cluster_tile(tile, cluster);
-  if (demands.gated) shape.bn /= 2;
-  constexpr int64_t kMostBlocks = 65535;  // of the grid's second and third extents
-  if (tiles_n(p, shape) > kMostBlocks || p.batch > kMostBlocks ||
-      tiles_m(p, shape) * cluster.size() > std::numeric_limits<int32_t>::max()) {
-    return std::nullopt;
-  }
-  g.plan.tile = shape;
-  g.plan.kind = ScheduleKind::kDataParallel;
-  g.plan.splits = 1;
-  g.plan.predicted_us =
-      one_tile_us(p, tile, cluster, demands.gated, demands.outer_rows, clusters, kCostOneTile);
-  return g;
+  if (gated) shape.bn /= 2;
+  return shape;
 }
 
-// What a plan of plan_swapped() does, for those who ask: a worker for every tile.
-inline void schedule_swapped(const Problem& p, GemmPlan& g) {
-  ScheduleOptions o;
+// Nothing where the grid would be too large: a CTA for every tile, in whole clusters.
+inline std::optional<WholeTile> rank_one_tile(const Problem& p, TileId tile, ClusterShape cluster,
+                                              const Demands& demands, int64_t clusters) {
+  const TileShape shape = one_tile_extent(tile, cluster, demands.gated);
+  constexpr int64_t kMostBlocks = 65535;  // of the grid's second and third extents
+  if (tiles_m(p, shape) > kMostBlocks || p.batch > kMostBlocks ||
+      tiles_n(p, shape) * cluster.size() > std::numeric_limits<int32_t>::max()) {
+    return std::nullopt;
+  }
+  const bool outer_columns = is_swapped(tile) ? demands.outer_rows : demands.outer_columns;
+  return WholeTile{
+      one_tile_us(p, tile, cluster, demands.gated, !demands.finishes, outer_columns, clusters, kCostOneTile),
+      tile, cluster};
+}
+
+// Its plan, with a worker for every tile: what it does, for those who ask.
+inline GemmPlan plan_one_tile(const Problem& p, const WholeTile& whole, bool gated) {
+  GemmPlan g;
+  g.tile = whole.tile;
+  g.cluster = whole.cluster;
+  g.plan.tile = one_tile_extent(whole.tile, whole.cluster, gated);
+  g.plan.kind = ScheduleKind::kDataParallel;
+  g.plan.splits = 1;
+  g.plan.predicted_us = whole.us;
   g.plan.order = make_tile_order(p, g.plan.tile);
+  ScheduleOptions o;
   o.workers = max64(1, g.plan.order.size());
   g.plan.schedule =
       make_schedule(ScheduleKind::kDataParallel, g.plan.order.size(), iters_per_tile(p, g.plan.tile), o);
+  return g;
 }
 
-// The best plan of every tile and cluster that `tile` allows ("" allows all, but few of swapped tiles),
-// cheapest first. schedule: a
-// name of host/schedule_builder.hpp or "auto". workers: tickets that run at once, 0 for as many as fit.
-// Throws std::invalid_argument with a sentence where an argument makes no sense.
+// The best plan of every tile and cluster that `tile` allows ("" allows all, but few of one_tile.cuh's),
+// cheapest first. schedule: a name of host/schedule_builder.hpp or "auto". workers: tickets that run at once,
+// 0 for as many as fit. Throws std::invalid_argument with a sentence where an argument makes no sense.
 inline std::vector<GemmPlan> candidates(const Problem& p, std::string_view schedule, int64_t workers,
                                         int64_t splits, std::string_view tile, const Demands& demands,
                                         const Residency& residency, const Ranks& ranks = {},
                                         const GroupedRows* groups = nullptr) {
   std::vector<GemmPlan> found;
-  found.reserve(kNumTiles * kNumClusterShapes);
+  found.reserve(kNumWalkingTiles * kNumWalkingClusters + kMostOneTile);
+  const std::optional<NamedTile> only = tile.empty() ? std::nullopt : find_tile(tile);
   bool named = false;
   bool unsafe = false;
-  bool swapped = false;         // a tile that was named
-  std::vector<GemmPlan> whole;  // of swapped tiles
+  bool one_tile = false;  // was named
+  std::vector<WholeTile> whole;
   const bool takes_whole =
       (schedule == "auto" || schedule == name(ScheduleKind::kDataParallel)) && workers == 0;
-  const bool takes_swapped =
+  const bool takes_one_tile =
       takes_whole && !demands.keeps_rows && ranks.direction == Direction::kNone && groups == nullptr;
   for (int t = 0; t < kNumAllTiles; ++t) {
     const auto id = static_cast<TileId>(t);
     if (is_scaled(id) != (demands.product != Product::kHalf)) continue;
     for (int c = 0; c < kNumClusterShapes; ++c) {
       if (!takes_cluster(id, kClusterShapes[c])) continue;
-      const std::string full = name(id, kClusterShapes[c]);
-      if (!tile.empty() && tile != full && tile != std::string_view(full).substr(0, full.find('/'))) continue;
+      if (!tile.empty() && (!only || only->id != id || (only->cluster >= 0 && only->cluster != c))) continue;
       named = true;
-      if (is_swapped(id)) {
-        swapped = !tile.empty();
-        if (!takes_swapped || residency.clusters[t][c] < 1 || (demands.gated && !takes_gate(id))) continue;
-        if (auto plan = plan_swapped(p, id, kClusterShapes[c], demands, residency.clusters[t][c]))
-          whole.push_back(*plan);
+      if (is_one_tile(id)) {
+        one_tile = !tile.empty();
+        if (!takes_one_tile || residency.clusters[t][c] < 1 || (demands.gated && !takes_gate(id))) continue;
+        if (const auto found_one = rank_one_tile(p, id, kClusterShapes[c], demands, residency.clusters[t][c]))
+          whole.push_back(*found_one);
         continue;
       }
       if (demands.gated && !takes_gate(id)) continue;
@@ -311,12 +324,10 @@ inline std::vector<GemmPlan> candidates(const Problem& p, std::string_view sched
   const auto cheaper = [](const GemmPlan& a, const GemmPlan& b) {
     return a.plan.predicted_us < b.plan.predicted_us;
   };
-  std::stable_sort(whole.begin(), whole.end(), cheaper);
-  if (tile.empty() && whole.size() > kMostSwapped) whole.resize(kMostSwapped);
-  for (GemmPlan& plan : whole) {
-    schedule_swapped(p, plan);
-    found.push_back(plan);
-  }
+  std::stable_sort(whole.begin(), whole.end(),
+                   [](const WholeTile& a, const WholeTile& b) { return a.us < b.us; });
+  if (tile.empty() && whole.size() > kMostOneTile) whole.resize(kMostOneTile);
+  for (const WholeTile& one : whole) found.push_back(plan_one_tile(p, one, demands.gated));
   std::stable_sort(found.begin(), found.end(), cheaper);
   if (!found.empty()) return found;
   if (unsafe) {
@@ -325,26 +336,24 @@ inline std::vector<GemmPlan> candidates(const Problem& p, std::string_view sched
         "' could make ranks wait for each other: its own tiles are not apart from those of others; "
         "use data_parallel or auto.");
   }
-  if (swapped && !takes_swapped) {
+  if (one_tile && !takes_one_tile) {
     throw std::invalid_argument(
-        "tile '" + std::string(tile) + "' is swapped: its CTAs take whole tiles, one each, " +
+        "tile '" + std::string(tile) + "' is of the kernel whose CTAs take whole tiles, one each, " +
         (!takes_whole        ? "so that schedule must be 'auto' or 'data_parallel' and workers 0"
          : groups != nullptr ? "and no rows of groups"
                              : "and no rows of other ranks") +
         "; use another tile or none.");
   }
-  if (swapped && !demands.gated) {
+  if (one_tile && !demands.gated) {
     throw std::invalid_argument("tile '" + std::string(tile) +
-                                "' is swapped: it takes all multiprocessors of a device, and no more "
-                                "than 65535 products in a batch, but it is asked for " +
-                                std::to_string(p.batch) +
-                                "; use another "
-                                "tile or none.");
+                                "' takes all multiprocessors of a device, and no more than 65535 products "
+                                "in a batch, but it is asked for " +
+                                std::to_string(p.batch) + "; use another tile or none.");
   }
   if (named && demands.gated) {
     throw std::invalid_argument("tile '" + std::string(tile) +
-                                "' takes no gate: its columns cannot be halved; use 128x256x64, 256x128x64 "
-                                "or 128x128x64.");
+                                "' takes no gate: its columns cannot be halved; use 128x256x64, 256x128x64, "
+                                "128x128x64 or a swapped tile of 128 columns.");
   }
   if (named)
     throw std::invalid_argument("no cluster of tile '" + std::string(tile) + "' fits on the device.");

@@ -1,7 +1,7 @@
 // What the tiles of 8-bit operands cost, beside what HopperCost says of all tiles.
 #pragma once
 
-#include "kernels/sm90a/config.hpp"
+#include "kernels/sm90a/tiles.hpp"
 
 namespace tpk::sm90a {
 

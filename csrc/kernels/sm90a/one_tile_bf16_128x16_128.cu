@@ -1,0 +1,5 @@
+// bf16 operands, 128 rows of wgmma and 16 to 128 columns, all layouts.
+#include "kernels/sm90a/one_tile.cuh"
+
+template tpk::sm90a::KernelInfo tpk::sm90a::one_tile_kernel_info<tpk::Element::kBf16, 2>(tpk::sm90a::Major,
+                                                                                         tpk::sm90a::Major);
