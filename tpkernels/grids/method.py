@@ -104,6 +104,7 @@ class Method:
     work: what the rank at ``coordinates`` multiplies in a pass at a step.
     homes: layouts of "X", "W", "Y" and "B" between passes; gradients lie as what they are the gradients of.
     rings: a block comes from who had it in the step before (else from its home, in every step anew).
+    made_by: the function that made it, and its arguments: what is pickled of a method.
     sums: layouts through which dW gets to its home, where that has replicas.
     """
 
@@ -113,8 +114,12 @@ class Method:
     steps: int
     work: Callable[[Pass, Coordinates, int], Work]
     homes: Mapping[str, Layout]
+    made_by: tuple[Callable[..., Method], tuple[object, ...]]
     rings: bool = False
     sums: tuple[Layout, ...] = ()
+
+    def __reduce__(self) -> tuple[Callable[..., Method], tuple[object, ...]]:
+        return self.made_by
 
     @property
     def gathers(self) -> bool:

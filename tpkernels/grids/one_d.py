@@ -34,7 +34,7 @@ def column_parallel(grid: Grid) -> Method:
         "Y": y,
         "B": bias_home(grid, y),
     }
-    return Method("column", "1-D, column-parallel", grid, 1, work, homes)
+    return Method("column", "1-D, column-parallel", grid, 1, work, homes, (column_parallel, (grid,)))
 
 
 @lru_cache(maxsize=64)
@@ -52,4 +52,4 @@ def row_parallel(grid: Grid) -> Method:
         "Y": y,
         "B": bias_home(grid, y),
     }
-    return Method("row", "1-D, row-parallel", grid, 1, work, homes)
+    return Method("row", "1-D, row-parallel", grid, 1, work, homes, (row_parallel, (grid,)))

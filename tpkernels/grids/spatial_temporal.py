@@ -49,4 +49,6 @@ def spatial_temporal(grid: Grid) -> Method:
     tokens = from_blocks(grid, lambda r, c: (part(r, q), part(c, q)))
     w = from_blocks(grid, lambda r, c: (part(c, q), part(r + c, q)))
     homes = {"X": tokens, "W": w, "Y": tokens, "B": bias_home(grid, tokens)}
-    return Method("spatial_temporal", "spatial-temporal", grid, q, work, homes, rings=True)
+    return Method(
+        "spatial_temporal", "spatial-temporal", grid, q, work, homes, (spatial_temporal, (grid,)), rings=True
+    )

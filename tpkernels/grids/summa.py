@@ -49,7 +49,9 @@ def summa(grid: Grid) -> Method:
     y = from_blocks(grid, tokens)
     homes = {"X": y, "W": w, "Y": y, "B": bias_home(grid, y)}
     name = "2-D SUMMA" if len(grid.shape) == 2 else "2.5-D"
-    return Method("summa", name, grid, q, work, homes, sums=_over_depths(grid, w) if d > 1 else ())
+    return Method(
+        "summa", name, grid, q, work, homes, (summa, (grid,)), sums=_over_depths(grid, w) if d > 1 else ()
+    )
 
 
 def _over_depths(grid: Grid, w: Layout) -> tuple[Layout, ...]:

@@ -54,4 +54,6 @@ def three_d(grid: Grid, swapped: bool = False) -> Method:
 
     made = from_blocks(grid, y)
     homes = {"X": from_blocks(grid, x), "W": from_blocks(grid, w), "Y": made, "B": bias_home(grid, made)}
-    return Method("three_d", "3-D, swapped" if swapped else "3-D", grid, 1, work, homes)
+    return Method(
+        "three_d", "3-D, swapped" if swapped else "3-D", grid, 1, work, homes, (three_d, (grid, swapped))
+    )

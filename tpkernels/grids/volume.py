@@ -106,36 +106,35 @@ def at_rest(method: Method, sizes: Sizes, position: int) -> dict[str, int]:
 def peak(program: Program, sizes: Sizes, position: int) -> Memory:
     """The step with most in buffers, those given to the program apart; double buffers are in it under their
     names."""
-    own = _elements(program, sizes, position)
-    born = _born(program)
+    own = _buffers(program, sizes, position)
     best = Memory(0, 0, {})
-    for number in range(len(program.steps)):
-        alive = {b: n for b, n in own.items() if n and born[b] <= number <= program.last_use[b]}
+    for number, step in enumerate(program.steps):
+        alive = {
+            name: elements
+            for name, (born, elements) in own.items()
+            if elements and born <= number <= program.last_use[name]
+        }
+        for name in {e.target.buffer for e in step.exchanges} & {w.into for w in step.work}:
+            alive[f"{name}, arriving"] = own[name][1]  # and added when product and message are there
         if sum(alive.values()) > best.elements:
             best = Memory(sum(alive.values()), number, alive)
     return best
 
 
-def _born(program: Program) -> dict[str, int]:
-    born: dict[str, int] = {}
+def _buffers(program: Program, sizes: Sizes, position: int) -> dict[str, tuple[int, int]]:
+    """By name, the step in which the rank gets or makes the buffer, and its elements; 0 where it looks at a block
+    that it has already."""
+    found: dict[str, tuple[int, int]] = {}
     for number, step in enumerate(program.steps):
-        for buffer in (*(e.target.buffer for e in step.exchanges), *(w.into for w in step.work)):
-            born.setdefault(buffer, number)
-    return born
-
-
-def _elements(program: Program, sizes: Sizes, position: int) -> dict[str, int]:
-    """Of every buffer on the rank; 0 where it has none, or looks at a block that it has already."""
-    found: dict[str, int] = {}
-    for step in program.steps:
         for exchange in step.exchanges:
             block = exchange.target.layout.blocks[position]
-            given = [m for m in exchange.messages if m.target == position]
-            seen = len(given) == 1 and given[0].source == position
-            rows, columns = (0, 0) if block is None or seen else block.shape(*sizes.of(exchange.operand))
-            found[exchange.target.buffer] = found.get(exchange.target.buffer, 0) + rows * columns
+            if block is not None:
+                given = [m for m in exchange.messages if m.target == position]
+                seen = len(given) == 1 and given[0].source == position
+                rows, columns = (0, 0) if seen else block.shape(*sizes.of(exchange.operand))
+                found[exchange.target.buffer] = number, rows * columns
         for work in step.work:
             if work.into not in found:
                 rows, columns = work.layout.block(position).shape(*sizes.of(work.operand))
-                found[work.into] = rows * columns
+                found[work.into] = number, rows * columns
     return found
