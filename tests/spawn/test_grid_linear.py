@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import grid_checks as checks
 import grid_ways as ways
 import pytest
 from grid_checks import CASES, Case
 
 from tpkernels.testing import RankPool
-
-
-@pytest.fixture(scope="module")
-def many_ranks() -> Iterator[RankPool]:
-    with RankPool(16, "gloo", timeout=120.0, start_method="forkserver") as pool:
-        yield pool
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -115,7 +115,7 @@ class _Transfer:
 
     def __init__(
         self, part: _Part, block: Tensor | None, wire: torch.dtype, grid: ProcessGrid, what: str, like: Tensor
-    ):
+    ) -> None:
         self.part, self.block, self.wire, self.what, self.grid = part, block, wire, what, grid
         self.middle = like.shape[1:-1]
         self.like = like
@@ -195,15 +195,24 @@ class _Transfer:
             ) from error
 
 
-def move(x: Tensor, source: Layout, target: Layout, shape: tuple[int, int], grid: ProcessGrid) -> Tensor:
-    """This rank's block in ``target`` of the matrix of ``shape`` whose block in ``source`` is ``x``.
+def move(
+    x: Tensor | None,
+    source: Layout,
+    target: Layout,
+    shape: tuple[int, int],
+    grid: ProcessGrid,
+    like: Tensor,
+    what: str,
+) -> Tensor | None:
+    """This rank's block in ``target`` of the matrix of ``shape`` whose block in ``source`` is ``x``; None: it has none.
 
-    ``x`` may have more dimensions; the layouts cut the first and the last one. May be ``x`` itself, or a view of
-    it.
+    ``x`` may have more dimensions; the layouts cut the first and the last one. It travels in the type of ``like``,
+    which also has the dimensions between and the device. Partial sums are added in float32 (float64), in which the
+    result then is. May be ``x`` itself, or a view of it.
     """
     part = _part(source, target, grid.position, *shape)
-    block, _ = _Transfer(part, x, x.dtype, grid, "redistribute", x).finish(False)
-    return x.new_zeros(0) if block is None else block
+    block, _ = _Transfer(part, x, like.dtype, grid, what, like).finish(True)
+    return block
 
 
 def run(

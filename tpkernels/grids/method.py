@@ -164,16 +164,3 @@ def _layout(method: Method, kind: Pass, operand: str, step: int) -> Layout:
             block = block._replace(terms=(getattr(work, kind.summed),))
         blocks.append(block)
     return Layout(method.grid, tuple(blocks))
-
-
-def bias_home(grid: Grid, y: Layout) -> Layout:
-    """The bias cut over all ranks: each output feature's on one of those that have the feature in Y."""
-    holders: dict[Span, list[int]] = {}
-    for position, block in enumerate(y.blocks):
-        assert block is not None
-        holders.setdefault(block.columns, []).append(position)
-    blocks: list[Block | None] = [None] * grid.world
-    for span, positions in holders.items():
-        for index, position in enumerate(positions):
-            blocks[position] = Block(WHOLE, span.cut(index, len(positions)))
-    return Layout(grid, tuple(blocks))

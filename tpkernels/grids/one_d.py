@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from tpkernels.grids.features import features_home
 from tpkernels.grids.grid import Coordinates, Grid
 from tpkernels.grids.layout import from_blocks
-from tpkernels.grids.method import Method, Pass, Work, bias_home
+from tpkernels.grids.method import Method, Pass, Work
 from tpkernels.grids.spans import WHOLE, part
 
 __all__ = ["column_parallel", "row_parallel"]
@@ -32,7 +33,7 @@ def column_parallel(grid: Grid) -> Method:
         "X": from_blocks(grid, lambda r: (part(r, p), WHOLE)),
         "W": from_blocks(grid, lambda r: (part(r, p), WHOLE)),
         "Y": y,
-        "B": bias_home(grid, y),
+        "B": features_home(grid, y),
     }
     return Method("column", "1-D, column-parallel", grid, 1, work, homes, (column_parallel, (grid,)))
 
@@ -50,6 +51,6 @@ def row_parallel(grid: Grid) -> Method:
         "X": from_blocks(grid, lambda r: (WHOLE, part(r, p))),
         "W": from_blocks(grid, lambda r: (WHOLE, part(r, p))),
         "Y": y,
-        "B": bias_home(grid, y),
+        "B": features_home(grid, y),
     }
     return Method("row", "1-D, row-parallel", grid, 1, work, homes, (row_parallel, (grid,)))

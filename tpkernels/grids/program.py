@@ -22,9 +22,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
+from tpkernels.grids.features import features_needed, features_partial
 from tpkernels.grids.layout import Layout, Message, messages, sent_elements
 from tpkernels.grids.method import Method, Pass, Sizes
-from tpkernels.grids.spans import WHOLE, Span, Terms, common, united
+from tpkernels.grids.spans import Span, Terms, common, united
 
 __all__ = ["ColumnSum", "Exchange", "Held", "Product", "Program", "Step", "backward", "forward"]
 
@@ -215,9 +216,7 @@ class _Builder:
 
     def bring_bias(self) -> None:
         """The bias to every rank that has its features in Y."""
-        y = self.method.home("Y")
-        blocks = tuple(block and block._replace(rows=WHOLE) for block in y.blocks)
-        home, needed = _at_home(self.method, "B"), Held("B@0", Layout(self.method.grid, blocks))
+        home, needed = _at_home(self.method, "B"), Held("B@0", features_needed(self.method.home("Y")))
         self.given |= {"B"}
         if home.layout.same_places(needed.layout):
             needed = home
@@ -227,10 +226,7 @@ class _Builder:
 
     def sum_columns(self) -> None:
         """The bias's gradient, from the rows that each rank has of dY."""
-        y = self.method.home("Y")
-        rows = [block.rows if block is not None else WHOLE for block in y.blocks]
-        blocks = tuple(block and block._replace(rows=WHOLE) for block in y.blocks)
-        layout = Layout(self.method.grid, blocks).partial(lambda p: united([rows[p]]))
+        layout = features_partial(self.method.home("Y"))
         made, home = Held("dB+0", layout), Held("dB", self.method.home("B"))
         self.work[self.next - 1].append(ColumnSum("dY", *made))
         if home.layout.blocks == layout.blocks:

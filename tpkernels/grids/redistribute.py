@@ -78,7 +78,9 @@ class _Redistribute(torch.autograd.Function):
         ctx: Any, x: Tensor, source: Layout, target: Layout, shape: tuple[int, int], grid: ProcessGrid
     ) -> Tensor:
         ctx.way = source, target, shape, grid
-        made = move(x, source, target, shape, grid)
+        made = move(x, source, target, shape, grid, x, "redistribute")
+        if made is None:
+            return x.new_zeros(0)
         return made.view_as(made) if made is x else made
 
     @staticmethod

@@ -24,9 +24,10 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from tpkernels.grids.features import features_home
 from tpkernels.grids.grid import Coordinates, Grid
 from tpkernels.grids.layout import from_blocks
-from tpkernels.grids.method import Method, Pass, Work, bias_home
+from tpkernels.grids.method import Method, Pass, Work
 from tpkernels.grids.spans import part
 
 __all__ = ["spatial_temporal"]
@@ -48,7 +49,7 @@ def spatial_temporal(grid: Grid) -> Method:
 
     tokens = from_blocks(grid, lambda r, c: (part(r, q), part(c, q)))
     w = from_blocks(grid, lambda r, c: (part(c, q), part(r + c, q)))
-    homes = {"X": tokens, "W": w, "Y": tokens, "B": bias_home(grid, tokens)}
+    homes = {"X": tokens, "W": w, "Y": tokens, "B": features_home(grid, tokens)}
     return Method(
         "spatial_temporal", "spatial-temporal", grid, q, work, homes, (spatial_temporal, (grid,)), rings=True
     )

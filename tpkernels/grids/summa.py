@@ -22,9 +22,10 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from tpkernels.grids.features import features_home
 from tpkernels.grids.grid import Coordinates, Grid
 from tpkernels.grids.layout import Layout, from_blocks
-from tpkernels.grids.method import Method, Pass, Work, bias_home
+from tpkernels.grids.method import Method, Pass, Work
 from tpkernels.grids.spans import Span, part
 
 __all__ = ["summa"]
@@ -47,7 +48,7 @@ def summa(grid: Grid) -> Method:
 
     w = from_blocks(grid, lambda *at: (part(at[1], q), part(at[0], q)))
     y = from_blocks(grid, tokens)
-    homes = {"X": y, "W": w, "Y": y, "B": bias_home(grid, y)}
+    homes = {"X": y, "W": w, "Y": y, "B": features_home(grid, y)}
     name = "2-D SUMMA" if len(grid.shape) == 2 else "2.5-D"
     return Method(
         "summa", name, grid, q, work, homes, (summa, (grid,)), sums=_over_depths(grid, w) if d > 1 else ()

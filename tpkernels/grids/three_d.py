@@ -18,9 +18,10 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from tpkernels.grids.features import features_home
 from tpkernels.grids.grid import Coordinates, Grid
 from tpkernels.grids.layout import from_blocks
-from tpkernels.grids.method import Method, Pass, Work, bias_home
+from tpkernels.grids.method import Method, Pass, Work
 from tpkernels.grids.spans import Span, part
 
 __all__ = ["three_d"]
@@ -53,7 +54,7 @@ def three_d(grid: Grid, swapped: bool = False) -> Method:
         return part(i * q + k, q * q), part(j, q)
 
     made = from_blocks(grid, y)
-    homes = {"X": from_blocks(grid, x), "W": from_blocks(grid, w), "Y": made, "B": bias_home(grid, made)}
+    homes = {"X": from_blocks(grid, x), "W": from_blocks(grid, w), "Y": made, "B": features_home(grid, made)}
     return Method(
         "three_d", "3-D, swapped" if swapped else "3-D", grid, 1, work, homes, (three_d, (grid, swapped))
     )

@@ -6,17 +6,33 @@ from __future__ import annotations
 from tpkernels.grids.execute import Traffic, record_traffic
 from tpkernels.grids.mesh import ProcessGrid, bind
 from tpkernels.grids.redistribute import redistribute, take_block
+from tpkernels.nn.grids.block import MLP, Attention, TransformerBlock
+from tpkernels.nn.grids.embedding import Embedding
+from tpkernels.nn.grids.kinds import GridKind, Residual, check_chain, check_residual
 from tpkernels.nn.grids.linear import GridLinear, Linear2D, Linear2p5D, Linear3D, LinearSpatialTemporal
+from tpkernels.nn.grids.loss import cross_entropy
+from tpkernels.nn.grids.norm import LayerNorm, RMSNorm
 
 __all__ = [
+    "MLP",
+    "Attention",
+    "Embedding",
+    "GridKind",
     "GridLinear",
+    "LayerNorm",
     "Linear2D",
     "Linear2p5D",
     "Linear3D",
     "LinearSpatialTemporal",
     "ProcessGrid",
+    "RMSNorm",
+    "Residual",
     "Traffic",
+    "TransformerBlock",
     "bind",
+    "check_chain",
+    "check_residual",
+    "cross_entropy",
     "record_traffic",
     "redistribute",
     "take_block",
