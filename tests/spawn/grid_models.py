@@ -347,6 +347,20 @@ def check_block(ctx: RankContext, kind: Kind, seed: int) -> None:
         same_gradients(pair.sharded, pair.plain)
 
 
+def check_compiled(ctx: RankContext, kind: Kind, seed: int) -> None:
+    """torch.compile breaks its graph where ranks exchange something, and changes nothing."""
+    torch.manual_seed(seed)
+    pair = models(ctx, kind, 1, "layer", "swiglu", True)
+    ids = torch.randint(0, pair.vocab, (pair.batch, 6))
+    losses(pair, ids)[0].backward()
+    before = [p.grad.clone() for p in pair.sharded.parameters()]
+    pair.sharded.zero_grad()
+    loss = losses(pair._replace(sharded=torch.compile(pair.sharded, backend="eager")), ids)[0]
+    loss.backward()
+    for p, grad in zip(pair.sharded.parameters(), before, strict=True):
+        assert torch.equal(p.grad, grad)
+
+
 def check_training(ctx: RankContext, kind: Kind, steps: int, seed: int) -> None:
     """Steps of a small model, with clipping, equal those of the plain one."""
     torch.manual_seed(seed)

@@ -22,6 +22,8 @@ from tpkernels import nn as tnn
 from tpkernels.errors import ArgumentError, DTypeError, GroupError, MismatchError, ShapeError
 from tpkernels.grids import (
     Layout,
+    Sizes,
+    formula,
     grid_1d,
     grid_2d,
     grid_2p5d,
@@ -100,6 +102,11 @@ def check_meshes(ctx: RankContext, seed: int) -> None:
             at = p.layer.process_grid.coordinates
             assert ranks[at] == ctx.rank
             close(p.layer(p.my_x), p.mine(F.linear(p.x, p.weight, p.bias)), kind)
+    plain = grids.Linear2D(p.sizes.k, p.sizes.n, group=ctx.group)  # whose ranks stand in order
+    moved = grids.redistribute(
+        p.my_x, p.layer.input_layout, plain.input_layout, p.layer.process_grid, target_grid=plain.process_grid
+    )
+    assert torch.equal(moved, plain.local_input(p.x))
     mesh = DeviceMesh("cpu", torch.arange(16).view(2, 2, 2, 2), mesh_dim_names=("data", "a", "b", "c"))
     cube = mesh["a", "b", "c"]
     p = problem(_on(ctx, cube), Case(8, "Linear3D"), seed + ctx.rank // 8)
@@ -167,10 +174,13 @@ def check_refusals(ctx: RankContext) -> None:
         layer(x)
     del layer.weight.main_grad
     with pytest.raises(
-        (MismatchError, ShapeError), match=r"the shape of x is \[2, 3, 4\] on rank 0, \[1, 3, 4\] on rank 1"
+        (MismatchError, ShapeError),
+        match=r"shape of x of layer 0 is \[2, 3, 4\] on rank 0, \[1, 3, 4\] on rank 1",
     ):
         layer(x if ctx.rank == 0 else x[:1])
-    with pytest.raises(MismatchError, match="requires_grad of x is True on rank 0, False on rank 1"):
+    with pytest.raises(
+        MismatchError, match="requires_grad of x of layer 0 is True on rank 0, False on rank 1"
+    ):
         layer(x.clone().requires_grad_(ctx.rank == 0))
     y = layer(x.clone().requires_grad_())
     with pytest.raises(
@@ -290,3 +300,61 @@ def check_in_a_row(ctx: RankContext, seed: int) -> None:
     close(y, block(dense.detach(), second.output_layout, second), "y")
     y.backward(block(dy, second.output_layout, second))
     close(mine.grad, block(x.grad, first.input_layout, first), "x.grad")
+
+
+def check_shared_input(ctx: RankContext, case: Case, seed: int) -> None:
+    """Layers with one input: outputs and gradients are theirs, x moves once, one may be frozen, one have main_grad."""
+    torch.manual_seed(seed)
+    cuts = make(ctx, case, 720, 720, device="meta").method.cuts
+    inside, rows = cuts.k * 2, cuts.m * 3
+    outs = [cuts.n * n for n in (3, 1, 2)]
+    layers = [make(ctx, case, inside, out, dtype=F64, name=str(out), bias=out != outs[1]) for out in outs]
+    for layer in layers:
+        tnn.load_full_state_dict(
+            layer, {n: torch.randn_like(t) for n, t in tnn.full_state_dict(layer).items()}
+        )
+    layers[1].weight.requires_grad_(False)
+    layers[2].weight.main_grad = torch.zeros_like(layers[2].weight)
+    x = layers[0].local_input(torch.randn(rows, inside, dtype=F64)).clone().requires_grad_()
+    dys = [torch.randn(x.shape[0], out // cuts.n, dtype=F64) for out in outs]
+    apart = [layer(x) for layer in layers]
+    torch.autograd.backward(apart, dys)
+    want = [
+        x.grad,
+        layers[0].weight.grad,
+        layers[2].weight.main_grad.clone(),
+        layers[0].bias.grad,
+        layers[2].bias.grad,
+    ]
+    x.grad = layers[0].weight.grad = layers[0].bias.grad = layers[2].bias.grad = None
+    layers[2].weight.main_grad.zero_()
+    with grids.record_traffic() as there:
+        together = grids.shared_input(layers, x)
+    with grids.record_traffic() as back:
+        torch.autograd.backward(together, dys)
+    for one, other in zip(apart, together, strict=True):
+        close(other, one.detach(), "y")
+    got = [
+        x.grad,
+        layers[0].weight.grad,
+        layers[2].weight.main_grad,
+        layers[0].bias.grad,
+        layers[2].bias.grad,
+    ]
+    for one, other in zip(want, got, strict=True):
+        close(other, one, "gradient")
+    assert layers[1].weight.grad is None and layers[2].weight.grad is None
+    sizes = Sizes(rows, inside, sum(outs))
+    volume = formula(layers[0].method, sizes, kept=layers[0].keep_gathered)
+    biases = formula(layers[0].method, sizes._replace(n=outs[0] + outs[2]))["bias"]
+    assert total(ctx, there.sent_bytes) == 8 * ctx.world * (volume["forward"] + biases)
+    assert total(ctx, back.sent_bytes) == 8 * ctx.world * (
+        volume["input_grad"] + volume["weight_grad"] + biases
+    )
+    other = make(ctx, case, 2 * inside, outs[0], dtype=F64)
+    with pytest.raises(
+        ArgumentError, match=f"must have one in_features, but it is {inside} in one and {2 * inside}"
+    ):
+        grids.shared_input([layers[0], other], x)
+    with pytest.raises(ArgumentError, match="at least one layer is needed"):
+        grids.shared_input([], x)

@@ -21,6 +21,7 @@ from tpkernels.testing import RankPool
         checks.check_main_grad,
         checks.check_state,
         ways.check_copies,
+        ways.check_shared_input,
     ],
     ids=lambda f: f.__name__.removeprefix("check_"),
 )

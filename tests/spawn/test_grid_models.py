@@ -37,6 +37,10 @@ def test_training(many_ranks: RankPool, seed: int, kind: Kind, steps: int) -> No
     many_ranks.run(checks.check_training, kind, steps, seed, world=kind.world)
 
 
+def test_compiled(many_ranks: RankPool, seed: int) -> None:
+    many_ranks.run(checks.check_compiled, KINDS[0], seed, world=4)
+
+
 def test_refusals(many_ranks: RankPool) -> None:
     many_ranks.run(checks.check_refusals, world=8)
 

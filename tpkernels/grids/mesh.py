@@ -39,6 +39,12 @@ class ProcessGrid:
         return resolve(self.group_name)
 
     @property
+    def global_ranks(self) -> tuple[int, ...]:
+        """Of the job's ranks, who stands at each position."""
+        ranks = dist.get_process_group_ranks(self.group.process_group)
+        return tuple(ranks[member] for member in self.members)
+
+    @property
     def coordinates(self) -> tuple[int, ...]:
         """Of this process."""
         return self.grid.coordinates[self.position]

@@ -24,6 +24,7 @@ def redistribute(
     target: Layout,
     grid: ProcessGrid,
     *,
+    target_grid: ProcessGrid | None = None,
     shape: tuple[int, int] | None = None,
 ) -> Tensor:
     """This rank's block in ``target`` of the tensor whose block in ``source`` is ``x``. All ranks call it.
@@ -31,16 +32,19 @@ def redistribute(
     Args:
         x: [rows, ..., columns]; layouts cut the first and the last dimension.
         source, target: layouts of so many ranks as ``grid`` has.
+        target_grid: where the ranks stand in ``target``, should a mesh have them in another order than ``grid``.
         shape: rows and columns of the whole; None: as ``x`` has them times the parts, where all blocks are equal.
     Returns:
         A new tensor, or a view of ``x`` where nothing changes. Its gradient goes the same way back: that of a
         replica is taken as complete, as everywhere in this library.
     Raises:
-        ShapeError: ``x`` is not this rank's block. ArgumentError: layouts of other numbers of ranks.
+        ShapeError: ``x`` is not this rank's block. ArgumentError: layouts of other numbers of ranks, grids of others.
         CommTimeoutError: another rank did not come within the group's timeout.
     Source:
         The sum over ranks of what travels is PrimePar's inter-operator cost: V minus what each rank has already.
     """
+    if target_grid is not None:
+        target = _standing_as(target, target_grid, grid)
     for name, layout in (("source", source), ("target", target)):
         if layout.grid.world != grid.grid.world:
             raise ArgumentError(
@@ -61,6 +65,17 @@ def redistribute(
         )
     moved: Tensor = _Redistribute.apply(x, source, target, whole, grid)
     return moved
+
+
+def _standing_as(layout: Layout, standing: ProcessGrid, grid: ProcessGrid) -> Layout:
+    """``layout``, whose positions are those of ``standing``, by the positions of ``grid``."""
+    here, there = grid.global_ranks, standing.global_ranks
+    if set(here) != set(there):
+        raise ArgumentError(
+            f"target_grid: expected a grid of the same ranks, {sorted(here)}, got one of {sorted(there)}; redistribute "
+            "moves blocks among the ranks of one group."
+        )
+    return Layout(grid.grid, tuple(layout.blocks[there.index(rank)] for rank in here))
 
 
 def _whole_shape(x: Tensor, block: Block) -> tuple[int, int]:

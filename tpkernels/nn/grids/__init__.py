@@ -9,7 +9,14 @@ from tpkernels.grids.redistribute import redistribute, take_block
 from tpkernels.nn.grids.block import MLP, Attention, TransformerBlock
 from tpkernels.nn.grids.embedding import Embedding
 from tpkernels.nn.grids.kinds import GridKind, Residual, check_chain, check_residual
-from tpkernels.nn.grids.linear import GridLinear, Linear2D, Linear2p5D, Linear3D, LinearSpatialTemporal
+from tpkernels.nn.grids.linear import (
+    GridLinear,
+    Linear2D,
+    Linear2p5D,
+    Linear3D,
+    LinearSpatialTemporal,
+    shared_input,
+)
 from tpkernels.nn.grids.loss import cross_entropy
 from tpkernels.nn.grids.norm import LayerNorm, RMSNorm
 
@@ -35,5 +42,6 @@ __all__ = [
     "cross_entropy",
     "record_traffic",
     "redistribute",
+    "shared_input",
     "take_block",
 ]

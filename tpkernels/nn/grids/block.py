@@ -19,7 +19,7 @@ from tpkernels.errors import ArgumentError, ShapeError
 from tpkernels.grids.layout import Layout
 from tpkernels.grids.redistribute import would_fit
 from tpkernels.nn.grids.kinds import GridKind, check_residual
-from tpkernels.nn.grids.linear import GridLinear
+from tpkernels.nn.grids.linear import GridLinear, shared_input
 from tpkernels.nn.grids.norm import LayerNorm, RMSNorm
 from tpkernels.nn.rotary import apply_rotary, rotary_tables
 
@@ -106,8 +106,8 @@ class Attention(nn.Module):
                 f"x: attention takes three dimensions, [batch, sequence, hidden], but the shape is {list(x.shape)}."
             )
         q, k, v = (
-            project(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for project in (self.q_proj, self.k_proj, self.v_proj)
+            y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for y in shared_input((self.q_proj, self.k_proj, self.v_proj), x)
         )
         if self.rotary_base is not None:
             tables = rotary_tables(x.shape[1], self.head_dim, base=self.rotary_base, device=x.device)
@@ -163,7 +163,8 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[rows here, ..., hidden here] -> the same."""
         if self.activation == "swiglu":
-            inner = F.silu(self.gate_proj(x)) * self.up_proj(x)
+            gate, up = shared_input((self.gate_proj, self.up_proj), x)
+            inner = F.silu(gate) * up
         else:
             inner = _ACTIVATIONS[self.activation](self.up_proj(x))
         out: Tensor = self.down_proj(inner)

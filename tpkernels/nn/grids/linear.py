@@ -25,6 +25,7 @@ timeout.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypedDict
 
 import torch
@@ -47,14 +48,22 @@ from tpkernels.grids.mesh import GridGroupLike, ProcessGrid, bind
 from tpkernels.grids.method import Sizes
 from tpkernels.grids.redistribute import take_block, would_fit
 from tpkernels.nn._checks import agreed
-from tpkernels.nn.grids._function import Call, grid_linear
+from tpkernels.nn.grids._function import Call, grid_linears
 from tpkernels.nn.sharding import BlockShard, ParallelModule
 from tpkernels.nn.weights import init_parameter_
 from tpkernels.ops._main_grad import Sink
 from tpkernels.ops._main_grad import checked as checked_main_grad
 from tpkernels.ops.api import _autocast
 
-__all__ = ["GridLinear", "GridLinearOptions", "Linear2D", "Linear2p5D", "Linear3D", "LinearSpatialTemporal"]
+__all__ = [
+    "GridLinear",
+    "GridLinearOptions",
+    "Linear2D",
+    "Linear2p5D",
+    "Linear3D",
+    "LinearSpatialTemporal",
+    "shared_input",
+]
 
 
 class GridLinearOptions(TypedDict, total=False):
@@ -156,20 +165,7 @@ class GridLinear(ParallelModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """See the class."""
-        agreed(type(self).__name__, self.group_name, x, lambda: self._check_input(x), lambda: self._facts(x))
-        rows = x.shape[:-1].numel()
-        call = Call(
-            self.method,
-            self.process_grid,
-            Sizes(rows * self.method.cuts.m, self.in_features, self.out_features),
-            self.keep_gathered,
-            self.path,
-            f"{type(self).__name__} {self.name!r}" if self.name else type(self).__name__,
-            self._sink(),
-        )
-        x, weight_t, bias = _autocast(x, self.weight.t(), self.bias)
-        y: Tensor = grid_linear(x, weight_t, bias, call)
-        return y
+        return shared_input((self,), x)[0]
 
     def _check_input(self, x: Tensor) -> None:
         features = self.input_layout.block(self.process_grid.position).columns.length(self.in_features)
@@ -193,8 +189,8 @@ class GridLinear(ParallelModule):
     def _facts(self, x: Tensor) -> dict[str, object]:
         """What must be the same on all ranks."""
         return {
-            "the shape of x": list(x.shape),
-            "the dtype of x": x.dtype,
+            "shape of x": list(x.shape),
+            "dtype of x": x.dtype,
             "requires_grad of x": x.requires_grad,
             "requires_grad of weight and bias": [p.requires_grad for p in self.parameters()],
             "main_grad": self._sink() is not None,
@@ -319,6 +315,59 @@ class LinearSpatialTemporal(GridLinear):
     ) -> None:
         grid = bind(grid_spatial_temporal, group)
         super().__init__(in_features, out_features, spatial_temporal(grid.grid), grid, **options)
+
+
+def shared_input(layers: Sequence[GridLinear], x: Tensor) -> list[Tensor]:
+    """The layers' outputs for one input, which moves once for all of them; its gradient is summed once, too.
+
+    Args:
+        layers: of one kind on one grid, with the same in_features, path and keep_gathered.
+        x: as in ``GridLinear``.
+    Raises:
+        ArgumentError: no layers, or layers that differ. Else as ``GridLinear``.
+    """
+    if not layers:
+        raise ArgumentError("layers: at least one layer is needed, but there is none.")
+    first = layers[0]
+
+    def check() -> None:
+        _check_together(layers)
+        for layer in layers:
+            layer._check_input(x)
+
+    def facts() -> dict[str, object]:
+        return {
+            f"{what} of layer {i}": v for i, layer in enumerate(layers) for what, v in layer._facts(x).items()
+        }
+
+    agreed(type(first).__name__, first.group_name, x, check, facts)
+    rows = x.shape[:-1].numel()
+    features = tuple(layer.out_features for layer in layers)
+    call = Call(
+        first.method,
+        first.process_grid,
+        Sizes(rows * first.method.cuts.m, first.in_features, sum(features)),
+        features,
+        first.keep_gathered,
+        first.path,
+        f"{type(first).__name__} {first.name!r}" if first.name else type(first).__name__,
+        tuple(layer._sink() for layer in layers),
+    )
+    x, *parameters = _autocast(x, *(layer.weight.t() for layer in layers), *(layer.bias for layer in layers))
+    outputs: list[Tensor] = grid_linears(x, parameters[: len(layers)], parameters[len(layers) :], call)
+    return outputs
+
+
+def _check_together(layers: Sequence[GridLinear]) -> None:
+    first = layers[0]
+    for layer in layers[1:]:
+        for what in ("method", "process_grid", "in_features", "path", "keep_gathered"):
+            one, other = getattr(first, what), getattr(layer, what)
+            if one != other:
+                raise ArgumentError(
+                    f"layers: those that share an input must have one {what}, but it is {one} in one and {other} in "
+                    "another; call them one by one."
+                )
 
 
 def _check_features(layer: str, method: Method, in_features: int, out_features: int) -> None:
