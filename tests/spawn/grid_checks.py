@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from tpkernels import nn as tnn
 from tpkernels.grids import Sizes, backward, formula, forward, peak
 from tpkernels.nn import grids
-from tpkernels.testing import RankContext, assert_close_tiles
+from tpkernels.testing import UNIT_ROUNDOFF, RankContext, assert_close_tiles
 
 F64 = torch.float64
 
@@ -218,13 +218,17 @@ def check_dtypes(ctx: RankContext, case: Case, seed: int) -> None:
         for name, first, second, (full, k) in zip(names, *grads, whole, strict=True):
             assert first is not None and first.dtype == dtype and torch.equal(first, second), name
             size = torch.full_like(full, k**0.5)
+            if first.dim() == 1:  # too few elements to tell from them how large partial sums are
+                bound = UNIT_ROUNDOFF[dtype] * (full.abs() + 4 * ctx.world**0.5 * size)
+                assert ((first.double() - full).abs() <= bound).all(), name
+                continue
             assert_close_tiles(first, full, dtype, k=k, world=ctx.world, magnitude=size, name=name)
         check_replicas(ctx, p.layer)
 
 
 def check_replicas(ctx: RankContext, layer: grids.GridLinear) -> None:
     place = tnn.placement_of(layer.weight)
-    mine = (layer.process_grid.position, layer.weight.grad.view(torch.uint8).numpy().tobytes())
+    mine = (layer.process_grid.position, layer.weight.grad.view(torch.uint8).cpu().numpy().tobytes())
     everyone: list[Any] = [None] * ctx.world
     dist.all_gather_object(everyone, mine, group=ctx.group)
     bits = dict(everyone)

@@ -169,6 +169,10 @@ def check_refusals(ctx: RankContext) -> None:
         layer(torch.zeros(4, dtype=F64))
     with pytest.raises(DTypeError, match=r"expected torch.float64, as the weight's, got torch.float32"):
         layer(x.float())
+    layer.path = "carrier pigeon"
+    with pytest.raises(ArgumentError, match="path: 'carrier pigeon' is not a path on cpu"):
+        layer(x)
+    layer.path = "auto"
     layer.weight.main_grad = torch.zeros(1)
     with pytest.raises(ShapeError, match="main_grad"):
         layer(x)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -47,18 +46,18 @@ class Traffic:
     peak_elements: int = 0
 
 
-_traffic: ContextVar[Traffic | None] = ContextVar("_traffic", default=None)
+# Of the process: backward passes on a GPU run in threads of their own.
+_recording: list[Traffic] = []
 
 
 @contextmanager
 def record_traffic() -> Iterator[Traffic]:
-    """Counts what this thread's programs and redistributions move; backward passes on a CPU run in it, too."""
-    traffic = Traffic()
-    token = _traffic.set(traffic)
+    """Counts what programs and redistributions move in this process; an outer count does not have an inner one's."""
+    _recording.append(Traffic())
     try:
-        yield traffic
+        yield _recording[-1]
     finally:
-        _traffic.reset(token)
+        _recording.pop()
 
 
 class _Piece(NamedTuple):
@@ -144,8 +143,8 @@ class _Transfer:
         self._count()
 
     def _count(self) -> None:
-        traffic = _traffic.get()
-        if traffic is not None:
+        if _recording:
+            traffic = _recording[-1]
             traffic.sent_messages += len(self.outgoing)
             traffic.sent_bytes += sum(t.nbytes for t in self.outgoing)
             traffic.received_bytes += sum(t.nbytes for t in self.arriving if t is not None)
@@ -267,8 +266,8 @@ def run(
 
 
 def _note_peak(buffers: Mapping[str, Tensor], views: set[str], fresh: Mapping[str, Tensor]) -> None:
-    traffic = _traffic.get()
-    if traffic is not None:
+    if _recording:
+        traffic = _recording[-1]
         held = sum(t.numel() for name, t in buffers.items() if name not in views)
         held += sum(t.numel() for t in fresh.values())
         traffic.peak_elements = max(traffic.peak_elements, held)

@@ -52,6 +52,13 @@ class Layout:
     blocks: tuple[Block | None, ...]
 
     @cached_property
+    def _hash(self) -> int:
+        return hash((self.grid, self.blocks))
+
+    def __hash__(self) -> int:
+        return self._hash  # exchanges are looked up by their layouts in every call
+
+    @cached_property
     def holders(self) -> dict[tuple[Span, Span], tuple[int, ...]]:
         """Positions of each rectangle, in order."""
         found: dict[tuple[Span, Span], list[int]] = defaultdict(list)

@@ -51,6 +51,7 @@ from tpkernels.nn._checks import agreed
 from tpkernels.nn.grids._function import Call, grid_linears
 from tpkernels.nn.sharding import BlockShard, ParallelModule
 from tpkernels.nn.weights import init_parameter_
+from tpkernels.ops import _paths
 from tpkernels.ops._main_grad import Sink
 from tpkernels.ops._main_grad import checked as checked_main_grad
 from tpkernels.ops.api import _autocast
@@ -185,6 +186,10 @@ class GridLinear(ParallelModule):
             )
         if self._sink() is not None:
             checked_main_grad(self.weight)
+        request = _paths.parse(self.path, x.device.type, distributed=False)
+        _paths.choose_gemm(
+            request, x.device.type, x.dtype
+        )  # what it refuses is refused before anything is sent
 
     def _facts(self, x: Tensor) -> dict[str, object]:
         """What must be the same on all ranks."""
