@@ -27,8 +27,8 @@ class Kind(NamedTuple):
     depth: int | None = None
     keep_gathered: bool = False
 
-    def on(self, ctx: RankContext) -> grids.GridKind:
-        return grids.GridKind(
+    def on(self, ctx: RankContext) -> grids.GridStrategy:
+        return grids.GridStrategy(
             self.method, group=ctx.group, depth=self.depth, keep_gathered=self.keep_gathered
         )
 
@@ -47,7 +47,7 @@ KINDS = [
 ]
 
 
-def block(full: Tensor, on: grids.GridKind, inner: bool = False) -> Tensor:
+def block(full: Tensor, on: grids.GridStrategy, inner: bool = False) -> Tensor:
     return grids.take_block(full, on.inner_layout if inner else on.layout, on.grid.position)
 
 
@@ -176,7 +176,7 @@ def check_cross_entropy(ctx: RankContext, kind: Kind, seed: int) -> None:
 
 def check_refusals(ctx: RankContext) -> None:
     """What cannot be built, in sentences. 8 ranks."""
-    on = grids.GridKind("3d", group=ctx.group)
+    on = grids.GridStrategy("3d", group=ctx.group)
     norm = grids.RMSNorm(16, layout=on.layout, grid=on.grid)
     grids.Residual(norm, on.into(16, 16), nn.GELU(), on.back(16, 16))
     with pytest.raises(
@@ -189,13 +189,16 @@ def check_refusals(ctx: RankContext) -> None:
         grids.Residual(nn.GELU())
     for make, words in (
         (
-            lambda: grids.GridKind("4d", group=ctx.group),
+            lambda: grids.GridStrategy("4d", group=ctx.group),
             "'2d', '2.5d', '3d', 'spatial_temporal', but it is '4d'",
         ),
-        (lambda: grids.GridKind("2.5d", group=ctx.group), "depth: method '2.5d' needs one"),
-        (lambda: grids.GridKind("3d", depth=2, group=ctx.group), "depth: method '3d' has none, but it is 2"),
+        (lambda: grids.GridStrategy("2.5d", group=ctx.group), "depth: method '2.5d' needs one"),
         (
-            lambda: grids.GridKind("2.5d", depth=2, keep_gathered=True, group=ctx.group),
+            lambda: grids.GridStrategy("3d", depth=2, group=ctx.group),
+            "depth: method '3d' has none, but it is 2",
+        ),
+        (
+            lambda: grids.GridStrategy("2.5d", depth=2, keep_gathered=True, group=ctx.group),
             "gathers nothing whole",
         ),
         (lambda: grids.Attention(24, 3, on=on), "heads: .* 2 equal parts, but they are 3; 2 or 4 would fit"),
@@ -289,7 +292,7 @@ class LM(nn.Module):
 class Pair(NamedTuple):
     sharded: LM
     plain: LM
-    on: grids.GridKind
+    on: grids.GridStrategy
     vocab: int
     batch: int
 

@@ -49,7 +49,7 @@ def sharded(ctx: RankContext, way: str) -> Model:
             tnn.ColumnParallelLinear(HIDDEN, INNER, group=ctx.group),
             tnn.RowParallelLinear(INNER, HIDDEN, group=ctx.group),
         )
-    on = grids.GridKind(**options, group=ctx.group)
+    on = grids.GridStrategy(**options, group=ctx.group)
     where = {"layout": on.layout, "grid": on.grid}
     return Model(
         grids.Embedding(VOCAB, HIDDEN, **where),

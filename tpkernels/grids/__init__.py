@@ -1,13 +1,18 @@
 """Process grids, and tensor-parallel methods on them as pure functions: 2-D, 2.5-D, 3-D and spatial-temporal.
 
-    grid          how many ranks lie along which axes
-    spans, layout which block of a matrix each rank has, and the messages from one layout to another
-    method        a method: what each rank multiplies at each step, and where operands lie at rest
-    one_d, summa, three_d, spatial_temporal    the methods
-    program       what the ranks do, step by step, derived from a method
-    volume        bytes and memory: counted, and as closed formulas
+    grid            how many ranks lie along which axes
+    spans, layout   which block of a matrix each rank has, and the messages from one layout to another
+    method          a method: what each rank multiplies at each step, and where operands lie at rest
+    one_d, summa, three_d, spatial_temporal     the methods
+    features        layouts of biases, of norms' weights and of statistics of rows
+    program         what the ranks do, step by step, derived from a method
+    volume          bytes and memory: counted, and as closed formulas
 
-None of it needs a process group, or torch.
+None of that needs a process group, or torch. What does is not imported here:
+
+    mesh            a grid bound to a process group or a DeviceMesh
+    execute         programs carried out
+    redistribute    tensors from one layout to another
 
 >>> method = summa(grid_2d(4))
 >>> program = backward(method)

@@ -8,7 +8,6 @@ from tpkernels.grids.mesh import ProcessGrid, bind
 from tpkernels.grids.redistribute import redistribute, take_block
 from tpkernels.nn.grids.block import MLP, Attention, TransformerBlock
 from tpkernels.nn.grids.embedding import Embedding
-from tpkernels.nn.grids.kinds import GridKind, Residual, check_chain, check_residual
 from tpkernels.nn.grids.linear import (
     GridLinear,
     Linear2D,
@@ -19,13 +18,14 @@ from tpkernels.nn.grids.linear import (
 )
 from tpkernels.nn.grids.loss import cross_entropy
 from tpkernels.nn.grids.norm import LayerNorm, RMSNorm
+from tpkernels.nn.grids.strategy import GridStrategy, Residual, check_chain, check_residual
 
 __all__ = [
     "MLP",
     "Attention",
     "Embedding",
-    "GridKind",
     "GridLinear",
+    "GridStrategy",
     "LayerNorm",
     "Linear2D",
     "Linear2p5D",

@@ -19,7 +19,7 @@ from tpkernels.grids.execute import run
 from tpkernels.grids.mesh import ProcessGrid
 from tpkernels.grids.method import Method, Sizes
 from tpkernels.grids.program import Program, backward, forward
-from tpkernels.nn.grids._lying import Lying
+from tpkernels.nn.grids._distribution import Distribution
 from tpkernels.ops._collectives import accumulate_dtype
 from tpkernels.ops._main_grad import Sink, Target, targets
 
@@ -48,9 +48,9 @@ class Call:
         columns = self.method.home("Y").block(self.grid.position).columns
         return [columns.length(features) for features in self.features]
 
-    def lying(self, number: int) -> Lying:
+    def distribution(self, number: int) -> Distribution:
         """How a layer's output lies."""
-        return Lying(self.method.home("Y"), self.grid, self.features[number], "out_features")
+        return Distribution(self.method.home("Y"), self.grid, self.features[number], "out_features")
 
 
 @lru_cache(maxsize=256)
@@ -108,7 +108,7 @@ class _GridLinears(torch.autograd.Function):
         outputs = []
         for number, (y, bias) in enumerate(zip(ys, biases, strict=True)):
             if bias is not None:
-                y = y + (made["B"] if alone else call.lying(number).bring(bias.unsqueeze(0)))
+                y = y + (made["B"] if alone else call.distribution(number).bring(bias.unsqueeze(0)))
             outputs.append(y.to(x.dtype).reshape(*x.shape[:-1], y.shape[-1]))
         return tuple(outputs)
 
@@ -158,7 +158,7 @@ class _GridLinears(torch.autograd.Function):
             if dtype is not None and bias_asked[number]:
                 if count > 1:
                     own = rows[number].sum(0, keepdim=True, dtype=accumulate_dtype(dy.dtype))
-                    dbs[number] = call.lying(number).send_home(own, own.new_empty(0, dtype=dtype))[0]
+                    dbs[number] = call.distribution(number).send_home(own, own.new_empty(0, dtype=dtype))[0]
                 else:
                     dbs[number] = made["dB"][0].to(dtype)
         return dx, None, None, *dws, *dbs

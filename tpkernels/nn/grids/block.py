@@ -18,9 +18,9 @@ from torch.nn import functional as F
 from tpkernels.errors import ArgumentError, ShapeError
 from tpkernels.grids.layout import Layout
 from tpkernels.grids.redistribute import would_fit
-from tpkernels.nn.grids.kinds import GridKind, check_residual
 from tpkernels.nn.grids.linear import GridLinear, shared_input
 from tpkernels.nn.grids.norm import LayerNorm, RMSNorm
+from tpkernels.nn.grids.strategy import GridStrategy, check_residual
 from tpkernels.nn.rotary import apply_rotary, rotary_tables
 
 __all__ = ["MLP", "Attention", "TransformerBlock"]
@@ -56,7 +56,7 @@ class Attention(nn.Module):
         heads: int,
         kv_heads: int | None = None,
         *,
-        on: GridKind,
+        on: GridStrategy,
         causal: bool = True,
         rotary_base: float | None = 10000.0,
         bias: bool = False,
@@ -135,7 +135,7 @@ class MLP(nn.Module):
         hidden: int,
         intermediate: int,
         *,
-        on: GridKind,
+        on: GridStrategy,
         activation: str = "swiglu",
         bias: bool = False,
         **options: Any,
@@ -191,7 +191,7 @@ class TransformerBlock(nn.Module):
         heads: int,
         kv_heads: int | None = None,
         *,
-        on: GridKind,
+        on: GridStrategy,
         norm: str = "rms",
         eps: float = 1e-5,
         causal: bool = True,

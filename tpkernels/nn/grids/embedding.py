@@ -21,7 +21,7 @@ from tpkernels.grids.mesh import ProcessGrid
 from tpkernels.grids.redistribute import would_fit
 from tpkernels.grids.spans import Span
 from tpkernels.nn._checks import agreed, check_indices, digest
-from tpkernels.nn.grids._lying import Lying
+from tpkernels.nn.grids._distribution import Distribution
 from tpkernels.nn.sharding import BlockShard, ParallelModule
 from tpkernels.nn.weights import init_parameter_
 from tpkernels.ops._collectives import accumulate_dtype
@@ -29,10 +29,10 @@ from tpkernels.ops._collectives import accumulate_dtype
 __all__ = ["Embedding"]
 
 
-def table_layout(lies: Lying) -> Layout:
+def table_layout(distribution: Distribution) -> Layout:
     """Of the table [ids, elements]: the ranks that have the same features share the ids."""
-    home = lies.home
-    layout = lies.layout
+    home = distribution.home
+    layout = distribution.layout
     blocks = []
     for position in range(layout.grid.world):
         columns = layout.block(position).columns
@@ -42,12 +42,12 @@ def table_layout(lies: Lying) -> Layout:
     return Layout(home.grid, tuple(blocks))
 
 
-class _Ways:
+class _PartExchanges:
     """The exchanges of one part of the rows: partial vectors to their owners, gradients to all that have their
     features."""
 
-    def __init__(self, lies: Lying, table: Layout, rows: Span) -> None:
-        layout = lies.layout
+    def __init__(self, distribution: Distribution, table: Layout, rows: Span) -> None:
+        layout = distribution.layout
         every = range(layout.grid.world)
         here = [layout.block(p).rows == rows for p in every]
         self.rows = rows
@@ -68,7 +68,9 @@ class _Lookup(torch.autograd.Function):
             mine = (local >= 0) & (local < stop - start)
             vectors = weight.new_zeros(some.numel(), weight.shape[1])
             vectors[mine] = weight[local[mine]]
-            got = move(vectors, ways.partial, ways.owners, shape, layer.lies.grid, vectors, "embedding")
+            got = move(
+                vectors, ways.partial, ways.owners, shape, layer.distribution.grid, vectors, "embedding"
+            )
             made = made if got is None else got
         assert made is not None
         ctx.layer, ctx.dtype = layer, weight.dtype
@@ -89,9 +91,11 @@ class _Lookup(torch.autograd.Function):
         dy = dy.reshape(-1, dy.shape[-1])
         grad = torch.zeros(stop - start, dy.shape[1], dtype=accumulate_dtype(dy.dtype), device=dy.device)
         for ways, some in layer.parts(ids):
-            own = dy if ways.owners.blocks[layer.lies.grid.position] is not None else None
+            own = dy if ways.owners.blocks[layer.distribution.grid.position] is not None else None
             shape = ids.numel(), layer.embedding_dim
-            got = move(own, ways.owners, ways.everyone, shape, layer.lies.grid, dy, "embedding's gradient")
+            got = move(
+                own, ways.owners, ways.everyone, shape, layer.distribution.grid, dy, "embedding's gradient"
+            )
             assert got is not None
             local = some - start
             mine = (local >= 0) & (local < stop - start)
@@ -131,8 +135,8 @@ class Embedding(ParallelModule):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        lies = Lying(layout, grid, embedding_dim, "embedding_dim")
-        table = table_layout(lies)
+        distribution = Distribution(layout, grid, embedding_dim, "embedding_dim")
+        table = table_layout(distribution)
         parts = table.block(grid.position).rows.parts
         if num_embeddings < 1 or num_embeddings % parts:
             raise ArgumentError(
@@ -140,27 +144,27 @@ class Embedding(ParallelModule):
                 f"but it is {num_embeddings}; {would_fit(num_embeddings, parts)} would fit."
             )
         super().__init__(grid.group_name)
-        self.lies, self.table = lies, table
+        self.distribution, self.table = distribution, table
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.seed, self.init_std, self.name = seed, init_std, name
         shape = num_embeddings, embedding_dim
         self._add_parameter("weight", shape, BlockShard(table, shape, grid), dtype, device)
-        self._ways = [_Ways(lies, table, rows) for rows in lies.row_spans]
+        self._exchanges = [_PartExchanges(distribution, table, rows) for rows in distribution.row_spans]
         self.reset_parameters()
 
     @property
     def output_layout(self) -> Layout:
         """Of the vectors."""
-        return self.lies.layout
+        return self.distribution.layout
 
     @property
     def ids(self) -> tuple[int, int]:
         """First id, and the one behind the last, that this rank has vectors of."""
-        return self.table.block(self.lies.grid.position).rows.elements(self.num_embeddings)
+        return self.table.block(self.distribution.grid.position).rows.elements(self.num_embeddings)
 
-    def parts(self, ids: Tensor) -> Iterator[tuple[_Ways, Tensor]]:
+    def parts(self, ids: Tensor) -> Iterator[tuple[_PartExchanges, Tensor]]:
         """Each part of the rows, with its ids [n]."""
-        for ways in self._ways:
+        for ways in self._exchanges:
             begin, end = ways.rows.elements(ids.shape[0])
             yield ways, ids[begin:end].reshape(-1)
 
@@ -176,7 +180,7 @@ class Embedding(ParallelModule):
             check_indices(ids, self.num_embeddings, "ids")
             if ids.dim() < 1:
                 raise ShapeError("ids: expected at least one dimension, [rows, ...], but there is none.")
-            self.lies.take_rows(ids, "ids")
+            self.distribution.take_rows(ids, "ids")
 
         def facts() -> dict[str, object]:
             asks = self.weight.requires_grad
@@ -198,4 +202,4 @@ class Embedding(ParallelModule):
     def extra_repr(self) -> str:
         """Sizes."""
         text = f"{self.num_embeddings}, {self.embedding_dim}, local weight={list(self.weight.shape)}"
-        return f"{text}, grid={self.lies.layout.grid}, {self._group_repr()}"
+        return f"{text}, grid={self.distribution.layout.grid}, {self._group_repr()}"

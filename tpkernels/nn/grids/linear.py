@@ -131,8 +131,8 @@ class GridLinear(ParallelModule):
         shape = out_features, in_features
         self._add_parameter("weight", shape, BlockShard(method.home("W"), shape, grid), dtype, device)
         if bias:
-            lies = BlockShard(method.home("B"), (out_features,), grid)
-            self._add_parameter("bias", (out_features,), lies, dtype, device)
+            placement = BlockShard(method.home("B"), (out_features,), grid)
+            self._add_parameter("bias", (out_features,), placement, dtype, device)
         else:
             self.register_parameter("bias", None)
         self.reset_parameters()

@@ -17,7 +17,7 @@ from tpkernels.grids.layout import Layout
 from tpkernels.grids.mesh import ProcessGrid
 from tpkernels.nn import loss as one_d
 from tpkernels.nn._checks import agreed, check_indices, digest
-from tpkernels.nn.grids._lying import Lying
+from tpkernels.nn.grids._distribution import Distribution
 
 __all__ = ["cross_entropy"]
 
@@ -32,13 +32,13 @@ class _CrossEntropy(one_d._CrossEntropy):
         target: Tensor,
         mine: Tensor,
         valid: Tensor,
-        lies: Any,
+        distribution: Any,
         sizes: Sequence[int],
         smoothing: float,
     ) -> Tensor:
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         own = one_d._local_terms(wide, target, mine, smoothing).flatten(1)
-        terms = lies.over_features(own.t().contiguous()).permute(2, 1, 0)
+        terms = distribution.over_features(own.t().contiguous()).permute(2, 1, 0)
         loss, top, log_total = one_d._loss(terms.unflatten(-1, target.shape), sizes, smoothing)
         ctx.save_for_backward(logits, target, mine, valid, top, log_total)
         ctx.smoothing, ctx.vocab = smoothing, sum(sizes)
@@ -49,8 +49,8 @@ class _Total(torch.autograd.Function):
     """Sums over all rows of [n], this rank's: the same on every rank, and so is their gradient."""
 
     @staticmethod
-    def forward(ctx: Any, sums: Tensor, lies: Lying) -> Tensor:
-        return lies.over_rows(sums).sum(0)
+    def forward(ctx: Any, sums: Tensor, distribution: Distribution) -> Tensor:
+        return distribution.over_rows(sums).sum(0)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -84,7 +84,7 @@ def cross_entropy(
         ArgumentError: a vocabulary that the grid does not cut evenly, a target out of range. ShapeError: rows, or
             shapes, that do not fit. DTypeError: no floating-point logits, no integer targets.
     """
-    lies = Lying(layout, grid, vocab, "vocab")
+    distribution = Distribution(layout, grid, vocab, "vocab")
 
     def check() -> None:
         if reduction not in ("mean", "none"):
@@ -93,7 +93,7 @@ def cross_entropy(
             raise ArgumentError(f"label_smoothing: it must be from 0 to 1, but it is {label_smoothing}.")
         if not logits.dtype.is_floating_point:
             raise DTypeError(f"logits: they must have a floating-point type, but it is {logits.dtype}.")
-        expected = [*lies.take_rows(targets, "targets").shape, lies.local]
+        expected = [*distribution.take_rows(targets, "targets").shape, distribution.local]
         if list(logits.shape) != expected:
             raise ShapeError(
                 f"logits: expected {expected}, this rank's rows of the targets {list(targets.shape)} and its part of "
@@ -111,24 +111,31 @@ def cross_entropy(
         }
 
     agreed("cross_entropy", grid.group_name, logits, check, facts)
-    loss: Tensor = _applied(logits, targets, lies, ignore_index, float(label_smoothing), reduction)
+    loss: Tensor = _applied(logits, targets, distribution, ignore_index, float(label_smoothing), reduction)
     return loss
 
 
 @torch.compiler.disable(reason="tpkernels' grids send point to point, which no compiled graph can hold")
 def _applied(
-    logits: Tensor, targets: Tensor, lies: Lying, ignore_index: int, smoothing: float, reduction: str
+    logits: Tensor,
+    targets: Tensor,
+    distribution: Distribution,
+    ignore_index: int,
+    smoothing: float,
+    reduction: str,
 ) -> Tensor:
     every = targets
-    targets = lies.take_rows(targets, "targets").to(torch.int64)
+    targets = distribution.take_rows(targets, "targets").to(torch.int64)
     valid = targets != ignore_index
-    begin, end = lies.layout.block(lies.grid.position).columns.elements(lies.features)
+    begin, end = distribution.layout.block(distribution.grid.position).columns.elements(distribution.features)
     local = targets - begin
     mine = valid & (local >= 0) & (local < end - begin)
     local = torch.where(mine, local, 0)
-    parts = lies.features // lies.local
-    loss: Tensor = _CrossEntropy.apply(logits, local, mine, valid, lies, (lies.local,) * parts, smoothing)
+    parts = distribution.features // distribution.local
+    loss: Tensor = _CrossEntropy.apply(
+        logits, local, mine, valid, distribution, (distribution.local,) * parts, smoothing
+    )
     if reduction == "none":
         return loss
-    total: Tensor = _Total.apply(loss.sum().view(1), lies)
+    total: Tensor = _Total.apply(loss.sum().view(1), distribution)
     return total[0] / (every != ignore_index).sum()

@@ -17,7 +17,7 @@ from tpkernels.errors import ArgumentError
 from tpkernels.grids.layout import Layout
 from tpkernels.grids.mesh import ProcessGrid
 from tpkernels.nn._checks import agreed
-from tpkernels.nn.grids._lying import Lying
+from tpkernels.nn.grids._distribution import Distribution
 from tpkernels.nn.sharding import BlockShard, ParallelModule
 from tpkernels.nn.weights import init_parameter_
 
@@ -28,23 +28,30 @@ class _Normalised(torch.autograd.Function):
     """y = (x - mean) r weight + bias; without a bias mean is 0."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, lies: Lying, eps: float) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, distribution: Distribution, eps: float
+    ) -> Tensor:
         wide = x.reshape(-1, x.shape[-1]).to(torch.promote_types(x.dtype, torch.float32))
         values = [weight] if bias is None else [weight, bias]
-        used = lies.bring(torch.stack(values)).to(wide.dtype)
+        used = distribution.bring(torch.stack(values)).to(wide.dtype)
         if bias is None:
             mean = None
-            variance = lies.over_features(wide.square().sum(-1, keepdim=True)).sum(-1) / lies.features
+            variance = (
+                distribution.over_features(wide.square().sum(-1, keepdim=True)).sum(-1)
+                / distribution.features
+            )
         else:
             own = wide.mean(-1, keepdim=True)
-            parts = lies.over_features(torch.cat((own, (wide - own).square().sum(-1, keepdim=True)), -1))
+            parts = distribution.over_features(
+                torch.cat((own, (wide - own).square().sum(-1, keepdim=True)), -1)
+            )
             means, squares = parts.unbind(1)
             mean = means.mean(-1, keepdim=True)
-            between = (means - mean).square().sum(-1) * lies.local
-            variance = ((squares.sum(-1) + between) / lies.features).unsqueeze(-1)
+            between = (means - mean).square().sum(-1) * distribution.local
+            variance = ((squares.sum(-1) + between) / distribution.features).unsqueeze(-1)
         r = (variance + eps).rsqrt()
         ctx.save_for_backward(x, r, *([] if mean is None else [mean]), used)
-        ctx.lies, ctx.dtype = lies, weight.dtype
+        ctx.distribution, ctx.dtype = distribution, weight.dtype
         y = (wide if mean is None else wide - mean) * r * used[0]
         return (y if bias is None else y + used[1]).to(x.dtype).view(x.shape)
 
@@ -55,20 +62,20 @@ class _Normalised(torch.autograd.Function):
                 "create_graph: gradients of norms on a grid cannot be differentiated again, but create_graph is true."
             )
         x, r, *means, used = ctx.saved_tensors
-        lies: Lying = ctx.lies
+        distribution: Distribution = ctx.distribution
         wide, wide_dy = (t.reshape(-1, t.shape[-1]).to(r.dtype) for t in (x, dy))
         scaled = (wide - means[0] if means else wide) * r
         dx = None
         if ctx.needs_input_grad[0]:
             g = wide_dy * used[0]
             sums = [(g * scaled).sum(-1, keepdim=True)] + ([g.sum(-1, keepdim=True)] if means else [])
-            totals = lies.over_features(torch.cat(sums, -1)).sum(-1) / lies.features
+            totals = distribution.over_features(torch.cat(sums, -1)).sum(-1) / distribution.features
             dx = g - scaled * totals[:, :1]
             dx = ((dx - totals[:, 1:]) if means else dx).mul_(r).to(x.dtype).view(x.shape)
         grads: list[Tensor | None] = [None, None]
         if any(ctx.needs_input_grad[1:3]):
             sums = [(wide_dy * scaled).sum(0)] + ([wide_dy.sum(0)] if means else [])
-            home = lies.send_home(torch.stack(sums), used.new_empty(0, dtype=ctx.dtype))
+            home = distribution.send_home(torch.stack(sums), used.new_empty(0, dtype=ctx.dtype))
             grads[: len(sums)] = home.unbind()
         return dx, *grads, None, None
 
@@ -89,22 +96,24 @@ class _Norm(ParallelModule):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        lies = Lying(layout, grid, features)
+        distribution = Distribution(layout, grid, features)
         super().__init__(grid.group_name)
-        self.lies, self.features, self.eps = lies, features, eps
+        self.distribution, self.features, self.eps = distribution, features, eps
         for kind in self.kinds:
-            self._add_parameter(kind, (features,), BlockShard(lies.home, (features,), grid), dtype, device)
+            self._add_parameter(
+                kind, (features,), BlockShard(distribution.home, (features,), grid), dtype, device
+            )
         self.reset_parameters()
 
     @property
     def input_layout(self) -> Layout:
         """Of x."""
-        return self.lies.layout
+        return self.distribution.layout
 
     @property
     def output_layout(self) -> Layout:
         """Of y, the same."""
-        return self.lies.layout
+        return self.distribution.layout
 
     def reset_parameters(self) -> None:
         """Sets the weight to one, the bias to zero."""
@@ -119,19 +128,19 @@ class _Norm(ParallelModule):
             asks = [x.requires_grad, *(p.requires_grad for p in self.parameters())]
             return {"the shape of x": list(x.shape), "the dtype of x": x.dtype, "requires_grad": asks}
 
-        agreed(name, self.group_name, x, lambda: self.lies.check(x, name), facts)
+        agreed(name, self.group_name, x, lambda: self.distribution.check(x, name), facts)
         y: Tensor = self._applied(x)
         return y
 
     @torch.compiler.disable(reason="tpkernels' grids send point to point, which no compiled graph can hold")
     def _applied(self, x: Tensor) -> Tensor:
         bias = self.get_parameter("bias") if "bias" in self.kinds else None
-        y: Tensor = _Normalised.apply(x, self.weight, bias, self.lies, self.eps)
+        y: Tensor = _Normalised.apply(x, self.weight, bias, self.distribution, self.eps)
         return y
 
     def extra_repr(self) -> str:
         """Sizes."""
-        return f"features={self.features}, eps={self.eps}, grid={self.lies.layout.grid}, {self._group_repr()}"
+        return f"features={self.features}, eps={self.eps}, grid={self.distribution.layout.grid}, {self._group_repr()}"
 
 
 class RMSNorm(_Norm):
@@ -139,7 +148,7 @@ class RMSNorm(_Norm):
 
     Args:
         features: of the whole tensor.
-        layout, grid: how x lies: ``input_layout`` and ``process_grid`` of the layer behind.
+        layout, grid: how x distribution: ``input_layout`` and ``process_grid`` of the layer behind.
         eps: added to the mean square. dtype, device: of the weight.
     Shape:
         x: [rows, ..., features here], any floating-point type; y the same.

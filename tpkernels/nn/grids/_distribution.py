@@ -20,11 +20,11 @@ from tpkernels.grids.mesh import ProcessGrid
 from tpkernels.grids.redistribute import would_fit
 from tpkernels.grids.spans import Span
 
-__all__ = ["Lying"]
+__all__ = ["Distribution"]
 
 
 @dataclass(frozen=True)
-class Lying:
+class Distribution:
     """``layout`` cuts rows and ``features`` features over the ranks of ``grid``.
 
     Raises:

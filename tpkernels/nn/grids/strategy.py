@@ -1,6 +1,6 @@
 """Which layers a model on a grid is made of: one object that attention, MLP, block and whole models are built from.
 
-    on = grids.GridKind("3d", group=group)
+    on = grids.GridStrategy("3d", group=group)
     up, down = on.into(1024, 4096), on.back(4096, 1024)      # down's output lies as up's input, as ``on.layout``
 
 Only tensors of one layout may be added: whoever builds a residual asks ``check_residual``, which says in a sentence
@@ -27,12 +27,12 @@ from tpkernels.nn.grids.linear import (
     LinearSpatialTemporal,
 )
 
-__all__ = ["METHODS", "GridKind", "Residual", "check_chain", "check_residual"]
+__all__ = ["METHODS", "GridStrategy", "Residual", "check_chain", "check_residual"]
 
 METHODS = ("2d", "2.5d", "3d", "spatial_temporal")
 
 
-class GridKind:
+class GridStrategy:
     """A method on a grid of ranks.
 
     Args:
@@ -102,7 +102,7 @@ class GridKind:
         return LinearSpatialTemporal(*sizes, group=self.grid, **options)
 
     def __repr__(self) -> str:
-        return f"GridKind({self.method!r}, {self.grid.grid})"
+        return f"GridStrategy({self.method!r}, {self.grid.grid})"
 
 
 def check_residual(skipped: Layout, added: Layout, where: str) -> None:
