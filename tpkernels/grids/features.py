@@ -8,6 +8,7 @@ is had by every rank that has a part of the row, of its part of the features.
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import lru_cache
 
 from tpkernels.grids.grid import Grid
 from tpkernels.grids.layout import Block, Layout
@@ -16,6 +17,7 @@ from tpkernels.grids.spans import WHOLE, Span, part, united
 __all__ = ["features_home", "features_needed", "features_partial", "over_features", "over_rows"]
 
 
+@lru_cache(maxsize=256)
 def features_home(grid: Grid, layout: Layout) -> Layout:
     """At rest: each feature's value on one of the ranks that have the feature, in equal parts."""
     holders: dict[Span, list[int]] = defaultdict(list)
@@ -28,17 +30,20 @@ def features_home(grid: Grid, layout: Layout) -> Layout:
     return Layout(grid, tuple(blocks[position] for position in range(grid.world)))
 
 
+@lru_cache(maxsize=256)
 def features_needed(layout: Layout) -> Layout:
     """Each feature's value on all ranks that have the feature."""
     blocks = (layout.block(position)._replace(rows=WHOLE) for position in range(layout.grid.world))
     return Layout(layout.grid, tuple(blocks))
 
 
+@lru_cache(maxsize=256)
 def features_partial(layout: Layout) -> Layout:
     """The same, as sums over the rows that each rank has: gradients of such values."""
     return features_needed(layout).partial(lambda position: united([layout.block(position).rows]))
 
 
+@lru_cache(maxsize=256)
 def over_features(layout: Layout) -> tuple[Layout, Layout, int]:
     """From each rank's own value of a row to those of all ranks that have a part of the row, and how many these are.
 
@@ -53,6 +58,7 @@ def over_features(layout: Layout) -> tuple[Layout, Layout, int]:
     return Layout(layout.grid, tuple(own)), Layout(layout.grid, tuple(everyone)), len(spans)
 
 
+@lru_cache(maxsize=256)
 def over_rows(layout: Layout) -> tuple[Layout, Layout, int]:
     """From a value of each rank's rows, the same on all that have them, to the values of all rows on every rank.
 

@@ -66,8 +66,7 @@ class _Lookup(torch.autograd.Function):
         for ways, some in layer.parts(ids):
             local = some - start
             mine = (local >= 0) & (local < stop - start)
-            vectors = weight.new_zeros(some.numel(), weight.shape[1])
-            vectors[mine] = weight[local[mine]]
+            vectors = torch.where(mine.unsqueeze(-1), weight[torch.where(mine, local, 0)], 0.0)
             got = move(
                 vectors, ways.partial, ways.owners, shape, layer.distribution.grid, vectors, "embedding"
             )
@@ -99,9 +98,9 @@ class _Lookup(torch.autograd.Function):
             assert got is not None
             local = some - start
             mine = (local >= 0) & (local < stop - start)
-            grad.index_put_(
-                (local[mine],), got[mine].to(grad.dtype), accumulate=True
-            )  # in order, also on a GPU
+            # Zeros to some row for the ids of others: to leave them out, the host would have to wait for a GPU.
+            terms = torch.where(mine.unsqueeze(-1), got, 0.0).to(grad.dtype)
+            grad.index_put_((torch.where(mine, local, 0),), terms, accumulate=True)  # in order, on a GPU too
         return None, grad.to(ctx.dtype), None
 
 
