@@ -302,25 +302,47 @@ def test_gradients_that_are_not_asked_for(
         assert sent == method.grid.world * formula(method, sizes)["input_grad"]
 
 
-@pytest.mark.parametrize("q", [2, 3, 4])
-def test_memory_beside_what_is_given(q: int) -> None:
-    """Most that is in buffers, by name; x, w and y stand for the blocks of X, W and Y of one rank."""
-    for kind, expected in (
-        # Two blocks each of X and W, the present and the next, and Y.
-        ("2-D", lambda x, w, y: 2 * x + 2 * w + y),
-        ("spatial-temporal", lambda x, w, y: 2 * x + 2 * w + y),
-        # Gathered X and W, and the whole of a partial Y: q blocks each; then Y itself beside its partial sum.
-        ("3-D", lambda x, w, y: q * x + q * w + q * y),
+@pytest.mark.parametrize("q", [3, 4])
+@pytest.mark.parametrize("scale", [(1, 1, 1), (9, 1, 1), (1, 9, 1), (1, 1, 9)])
+def test_memory_beside_what_is_given(q: int, scale: tuple[int, int, int]) -> None:
+    """Most that is in buffers: double buffers and partial sums, in blocks x, w and y of X, W and Y at rest. Where a
+    pass has several steps, the present blocks and the next ones; where it gathers, all of them."""
+    double = (
+        lambda x, w, y: 2 * x + 2 * w + y,
+        lambda x, w, y: 3 * x + 3 * w,
+        lambda x, w, y: 4 * x + w,
+        lambda x, w, y: 3 * x + 2 * w,
+    )
+    ring = (
+        double[0],
+        lambda x, w, y: x + 3 * w + y + x,
+        lambda x, w, y: 2 * y + 2 * w + x,
+        lambda x, w, y: 3 * x + 2 * y + w,
+    )
+    gathered = (
+        lambda x, w, y: q * (x + w + y),
+        lambda x, w, y: q * (y + x + x + w) + x,
+        lambda x, w, y: q * (y + w + x + x),
+        lambda x, w, y: q * (y + x + w) + w,
+    )
+    for kind, (forth, *back) in (
+        ("2-D", double),
+        ("2.5-D, depth 2", double),
+        ("spatial-temporal", ring),
+        ("3-D", gathered),
+        ("column", (lambda x, w, y: q * x + y, lambda x, w, y: 2 * q * x + x + w)),
+        ("row", (lambda x, w, y: q * y + y, lambda x, w, y: q * y + x + w)),
     ):
         method = KINDS[kind](q)
-        sizes = Sizes(*(n * t for n, t in zip(method.cuts, (4 * q, 2, 3), strict=True)))
-        blocks = at_rest(method, sizes, 0)
-        bound = expected(*(blocks[o] for o in "XWY"))
-        found = [peak(forward(method), sizes, p) for p in range(method.grid.world)]
-        assert max(f.elements for f in found) <= bound
-        assert all(sum(f.buffers.values()) == f.elements for f in found)
-        if kind != "2-D" or q > 2:  # (of two steps, one has a rank's own blocks)
-            assert max(f.elements for f in found) >= bound - 2 * max(blocks.values()), found[0]
+        sizes = Sizes(*(n * t * 2 for n, t in zip(method.cuts, scale, strict=True)))
+        blocks = [at_rest(method, sizes, 0)[o] for o in "XWY"]
+        program = forward(method)
+        held = {o: h.layout for o, h in program.outputs.items() if o in ("X", "W")}
+        ranks = range(method.grid.world)
+        for each, formulas in ((program, [forth]), (backward(method, held=held), back)):
+            found = max((peak(each, sizes, p) for p in ranks), key=lambda f: f.elements)
+            assert sum(found.buffers.values()) == found.elements
+            assert found.elements == max(f(*blocks) for f in formulas), (kind, found)
 
 
 def test_keeping_what_is_not_gathered_is_refused() -> None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from tpkernels.grids.grid import Grid
@@ -121,6 +121,7 @@ def rows_over(grid: Grid) -> Layout:
     return Layout(grid, tuple(Block(part(p, grid.world), WHOLE) for p in range(grid.world)))
 
 
+@lru_cache(maxsize=512)
 def messages(source: Layout, target: Layout) -> tuple[Message, ...]:
     """What every rank must be given to get from one layout to the other, by target and then by source.
 
