@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tpkernels.grids import (
+    Collective,
     Grid,
     Layout,
     Method,
@@ -25,6 +26,7 @@ from tpkernels.grids import (
     Sizes,
     at_rest,
     backward,
+    collectives,
     column_parallel,
     formula,
     forward,
@@ -32,13 +34,16 @@ from tpkernels.grids import (
     grid_2d,
     grid_2p5d,
     grid_3d,
+    loads,
     messages,
     part,
     peak,
     row_parallel,
+    rows_over,
     spatial_temporal,
     summa,
     three_d,
+    whole,
 )
 
 Q = range(1, 9)
@@ -343,6 +348,61 @@ def test_memory_beside_what_is_given(q: int, scale: tuple[int, int, int]) -> Non
             found = max((peak(each, sizes, p) for p in ranks), key=lambda f: f.elements)
             assert sum(found.buffers.values()) == found.elements
             assert found.elements == max(f(*blocks) for f in formulas), (kind, found)
+
+
+@pytest.mark.parametrize("q", [2, 3, 4])
+def test_exchanges_in_the_words_of_the_field(q: int) -> None:
+    """SUMMA broadcasts and reduces, 3-D gathers and reduce-scatters, PrimePar shifts; over lines of the grid."""
+    two = q == 2  # ranks: all that they can do is to exchange, or to give
+    gather, scatter = ("shift", "shift") if two else ("all-gather", "reduce-scatter")
+    expected = {
+        "2-D": {"X": "broadcast", "W": "broadcast", "dX": "broadcast" if two else "reduce"},
+        "3-D": dict.fromkeys(("X", "W", "dY"), gather) | dict.fromkeys(("Y", "dX", "dW"), scatter),
+        "spatial-temporal": dict.fromkeys(("X", "W", "dY", "dX", "dW"), "shift"),
+        "column": {"X": gather, "dX": scatter},
+        "row": {"Y": scatter, "dY": gather},
+    }
+    expected["2-D"]["dW"] = expected["2-D"]["dX"]
+    for kind, words in expected.items():
+        method = KINDS[kind](q)
+        seen: dict[str, set[str]] = {}
+        for program in (forward(method), backward(method)):
+            for e in program.exchanges:
+                found = collectives(e.source.layout, e.target.layout)
+                seen.setdefault(e.operand, set()).update(c.kind for c in found)
+                if kind in ("2-D", "3-D"):
+                    assert {len(c.ranks) for c in found} == {q}
+                    assert len(found) == method.grid.world // q
+        assert seen == {operand: {word} for operand, word in words.items()}, kind
+
+
+def test_exchanges_of_other_layouts() -> None:
+    deep = summa(grid_2p5d(27, 3))
+    over_depths = [e for e in backward(deep).exchanges if e.source.buffer.startswith("dW/")]
+    kinds = [{c.kind for c in collectives(e.source.layout, e.target.layout)} for e in over_depths]
+    assert kinds == [{"reduce-scatter"}, {"all-gather"}], "an all-reduce in two halves"
+    line = grid_1d(4)
+    turned = collectives(column_parallel(line).home("X"), row_parallel(line).home("X"))
+    assert turned == (Collective("all-to-all", (0, 1, 2, 3)),)
+    assert collectives(whole(line), rows_over(line)) == ()
+
+
+@settings(max_examples=25)
+@given(cases(4))
+def test_loads_of_steps(case: tuple[Method, Sizes, bool]) -> None:
+    """The work is divided evenly, and all that is received is in the steps."""
+    method, sizes, even = case
+    world = method.grid.world
+    for program, passes in ((forward(method), 1), (backward(method), 2)):
+        found = loads(method, program, sizes)
+        assert len(found) == len(program.steps)
+        assert world * sum(f.products for f in found) >= passes * sizes.m * sizes.k * sizes.n
+        assert world * sum(f.received for f in found) >= program.sent_elements(sizes)
+        if even:
+            assert world * sum(f.products for f in found) == passes * sizes.m * sizes.k * sizes.n
+        if method.rings and even and method.grid.world > 1:
+            # In a step every rank sends and receives as much as any other, on the way to the ring and home apart.
+            assert all(f.sent == f.received for f in found)
 
 
 def test_keeping_what_is_not_gathered_is_refused() -> None:

@@ -6,6 +6,7 @@
     one_d, summa, three_d, spatial_temporal     the methods
     features        layouts of biases, of norms' weights and of statistics of rows
     program         what the ranks do, step by step, derived from a method
+    collectives     what exchanges are called, and what each step asks of compute and links
     volume          bytes and memory: counted, and as closed formulas
 
 None of that needs a process group, or torch. What does is not imported here:
@@ -22,6 +23,7 @@ None of that needs a process group, or torch. What does is not imported here:
 
 from __future__ import annotations
 
+from tpkernels.grids.collectives import Collective, Load, collectives, loads
 from tpkernels.grids.grid import Grid, grid_1d, grid_2d, grid_2p5d, grid_3d, grid_spatial_temporal
 from tpkernels.grids.layout import (
     Block,
@@ -44,8 +46,10 @@ from tpkernels.grids.volume import Memory, at_rest, formula, peak
 
 __all__ = [
     "Block",
+    "Collective",
     "Grid",
     "Layout",
+    "Load",
     "Memory",
     "Message",
     "Method",
@@ -56,6 +60,7 @@ __all__ = [
     "Work",
     "at_rest",
     "backward",
+    "collectives",
     "column_parallel",
     "formula",
     "forward",
@@ -65,6 +70,7 @@ __all__ = [
     "grid_2p5d",
     "grid_3d",
     "grid_spatial_temporal",
+    "loads",
     "messages",
     "part",
     "peak",

@@ -14,6 +14,7 @@ Waits end after the group's timeout, with ``CommTimeoutError``.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from tpkernels.grids.program import ColumnSum, Product, Program, Work
 from tpkernels.grids.spans import Span
 from tpkernels.ops import _nvtx
 from tpkernels.ops._collectives import accumulate_dtype
+from tpkernels.ops._groups import transport_of
 
 __all__ = ["Traffic", "move", "record_traffic", "run"]
 
@@ -194,6 +196,20 @@ class _Transfer:
             ) from error
 
 
+_opened: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+
+
+def _open(grid: ProcessGrid, device: torch.device) -> None:
+    """NCCL makes a group's connections in its first call, in which all ranks must take part: that of an exchange
+    need not be one. Every rank of the grid comes here before its first."""
+    group = grid.group
+    if group.process_group in _opened:
+        return
+    if transport_of(group, device, "x") == "nccl":
+        dist.all_reduce(torch.zeros(1, device=device), group=group.process_group)
+    _opened.add(group.process_group)
+
+
 def move(
     x: Tensor | None,
     source: Layout,
@@ -209,6 +225,7 @@ def move(
     which also has the dimensions between and the device. Partial sums are added in float32 (float64), in which the
     result then is. May be ``x`` itself, or a view of it.
     """
+    _open(grid, like.device)
     part = _part(source, target, grid.position, *shape)
     block, _ = _Transfer(part, x, like.dtype, grid, what, like).finish(True)
     return block
@@ -239,6 +256,7 @@ def run(
     buffers: dict[str, Tensor] = dict(given)
     views = set(given)
     like = next(iter(given.values()))
+    _open(grid, like.device)
     for number, step in enumerate(program.steps):
         transfers = []
         for exchange in step.exchanges:

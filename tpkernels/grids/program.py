@@ -56,14 +56,14 @@ class Exchange(NamedTuple):
 
 
 class Product(NamedTuple):
-    """Adds ``left`` times ``right``, as ``kind`` has them, to ``into``, which lies so; makes it where it is not
-    there."""
+    """Adds ``left`` times ``right``, of the pass's step ``step``, to ``into``, which then lies so."""
 
     kind: Pass
     left: str
     right: str
     into: str
     layout: Layout
+    step: int
 
     @property
     def operand(self) -> str:
@@ -210,7 +210,7 @@ class _Builder:
             left = self._bring(kind.left, self.method.layout(kind, kind.left, step))
             right = self._bring(kind.right, self.method.layout(kind, kind.right, step))
             into = result.place(self.method.layout(kind, kind.result, step))
-            self.work[self.next].append(Product(kind, left, right, *into))
+            self.work[self.next].append(Product(kind, left, right, *into, step))
             self.next += 1
         self.outputs[kind.result] = result.finish()
 

@@ -52,6 +52,7 @@ from tpkernels.nn.grids._function import Call, grid_linears
 from tpkernels.nn.sharding import BlockShard, ParallelModule
 from tpkernels.nn.weights import init_parameter_
 from tpkernels.ops import _paths
+from tpkernels.ops._groups import transport_of
 from tpkernels.ops._main_grad import Sink
 from tpkernels.ops._main_grad import checked as checked_main_grad
 from tpkernels.ops.api import _autocast
@@ -186,6 +187,7 @@ class GridLinear(ParallelModule):
             )
         if self._sink() is not None:
             checked_main_grad(self.weight)
+        transport_of(self.process_grid.group, x.device, "x")
         request = _paths.parse(self.path, x.device.type, distributed=False)
         _paths.choose_gemm(
             request, x.device.type, x.dtype
