@@ -114,6 +114,15 @@ def ranks() -> Iterator[RankPool]:
         yield pool
 
 
+@pytest.fixture(scope="module")
+def many_ranks() -> Iterator[RankPool]:
+    """Pool of 16 gloo processes, for grids of ranks."""
+    from tpkernels.testing import RankPool
+
+    with RankPool(16, "gloo", timeout=120.0, seed=_session_seed(), start_method="forkserver") as pool:
+        yield pool
+
+
 @pytest.fixture(scope="session")
 def gpu_ranks() -> Iterator[RankPool]:
     """Pool of nccl processes, one for each GPU. For tests marked gpun."""

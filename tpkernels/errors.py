@@ -45,7 +45,8 @@ class BackendError(TpkError, RuntimeError):
 
 
 class CommTimeoutError(TpkError, RuntimeError):
-    """A call on path "fused" waited too long for another rank; the message says for which one, and for what.
+    """A call on path "fused", or of a layer on a grid, waited too long for a rank; the message says for which.
 
-    Its results must not be used. The kernel was stopped, and CUDA does not work again in this process: end it.
+    Its results must not be used. On path "fused" the kernel was stopped, and CUDA does not work again in this process:
+    end it. On a grid, as with any collective that timed out, the group is of no more use.
     """

@@ -122,6 +122,10 @@ def test_bad_arguments(ranks: RankPool) -> None:
         RankPool(1, "mpi")
     with pytest.raises(ValueError, match="size must be"):
         RankPool(0)
+    with pytest.raises(ValueError, match="start_method must be 'spawn' or 'forkserver', got 'fork'"):
+        RankPool(1, start_method="fork")
+    with pytest.raises(ValueError, match="'forkserver' is for CPU ranks"):
+        RankPool(1, "nccl", start_method="forkserver")
 
 
 def interrupt(*args: object) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import tpkernels as tpk
 from tpkernels.errors import ArgumentError, GroupError
-from tpkernels.nn.sharding import GroupLike, Shard, placement_of
+from tpkernels.nn.sharding import BlockShard, GroupLike, Shard, placement_of
 from tpkernels.ops._groups import group_name_of, resolve
 
 __all__ = ["clip_grad_norm_", "grad_norm"]
@@ -53,7 +53,7 @@ def _gradient(p: Tensor) -> Tensor | None:
 def _group_of(parameters: list[Tensor], group: GroupLike) -> str:
     """Name of the group to sum over; the same on every rank, whichever parameters have gradients there."""
     placements = [placement for p in parameters if (placement := placement_of(p)) is not None]
-    shards = list(dict.fromkeys(p.group_name for p in placements if isinstance(p, Shard)))
+    shards = list(dict.fromkeys(p.group_name for p in placements if isinstance(p, (Shard, BlockShard))))
     if group is None:
         names = shards or list(dict.fromkeys(p.group_name for p in placements))
         if len(names) > 1:
@@ -100,7 +100,7 @@ def grad_norm(
     replicated: list[Tensor] = []
     for p, g in gradients:
         placement = placement_of(p)
-        if not isinstance(placement, Shard):
+        if not isinstance(placement, (Shard, BlockShard)):
             replicated.append(g)
         elif placement.counts:
             sharded.append(g)

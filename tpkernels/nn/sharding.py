@@ -1,11 +1,11 @@
 """How a parameter lies on the ranks of a group, and the base class of all layers that have such parameters.
 
-Contract: every parameter of a ``ParallelModule`` carries ``tpk_shard``, a ``Shard`` or a ``Replicated``. A
-parameter without the attribute is replicated: whatever a user adds beside our layers. The placements are also
-kept in ``module.placements``, and the attributes are set again by everything that makes new parameter objects
-without them: ``to_empty``, ``copy.deepcopy``, unpickling, ``load_state_dict(assign=True)`` and the assignment of
-another ``nn.Parameter`` under a name that has a placement. The shape of what is assigned is not looked at: it must
-be that of this rank's shard.
+Contract: every parameter of a ``ParallelModule`` carries ``tpk_shard``: a ``Shard``, a ``Replicated`` or, on a grid
+of ranks, a ``BlockShard``. A parameter without the attribute is replicated: whatever a user adds beside our layers.
+The placements are also kept in ``module.placements``, and the attributes are set again by everything that makes new
+parameter objects without them: ``to_empty``, ``copy.deepcopy``, unpickling, ``load_state_dict(assign=True)`` and the
+assignment of another ``nn.Parameter`` under a name that has a placement. The shape of what is assigned is not looked
+at: it must be that of this rank's shard.
 
 Parameters are plain local tensors under plain names, not DTensors: any optimizer, checkpoint format and
 compiler takes them. A module stores its group's name, never the object, so that it can be pickled and traced.
@@ -22,10 +22,12 @@ from torch import Tensor, nn
 
 import tpkernels as tpk
 from tpkernels.errors import ShapeError
+from tpkernels.grids.layout import Layout
+from tpkernels.grids.mesh import ProcessGrid
 from tpkernels.nn._checks import agreed
 from tpkernels.ops._groups import GroupLike, group_name_of, resolve
 
-__all__ = ["GroupLike", "ParallelModule", "Placement", "Replicated", "Shard", "placement_of"]
+__all__ = ["BlockShard", "GroupLike", "ParallelModule", "Placement", "Replicated", "Shard", "placement_of"]
 
 
 @dataclass(frozen=True)
@@ -102,13 +104,58 @@ class Replicated:
         return full
 
 
-Placement: TypeAlias = Shard | Replicated
+@dataclass(frozen=True)
+class BlockShard:
+    """This rank has the block of ``layout`` of a matrix of ``shape``; a vector is one row of a matrix."""
+
+    layout: Layout
+    shape: tuple[int, ...]
+    grid: ProcessGrid
+
+    @property
+    def group_name(self) -> str:
+        """Name of the group whose ranks the grid has."""
+        return self.grid.group_name
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank speaks for its block: the first of those that hold it."""
+        block = self.layout.block(self.grid.position)
+        return self.layout.holders[block.rows, block.columns][0] == self.grid.position
+
+    @property
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        """First index, and the one behind the last, in each dimension."""
+        block = self.layout.block(self.grid.position)
+        spans = (block.rows, block.columns)[-len(self.shape) :]
+        return tuple(span.elements(size) for span, size in zip(spans, self.shape, strict=True))
+
+    def local_shape(self, global_shape: Sequence[int]) -> tuple[int, ...]:
+        """Shape of this rank's block; ``global_shape`` is ``shape``."""
+        return tuple(end - begin for begin, end in self.ranges)
+
+    def global_shape(self, local_shape: Sequence[int]) -> tuple[int, ...]:
+        """``shape``."""
+        return self.shape
+
+    def offset(self, ndim: int) -> tuple[int, ...]:
+        """Index of the block's first element in the global tensor."""
+        return tuple(begin for begin, _ in self.ranges)
+
+    def take(self, full: Tensor) -> Tensor:
+        """This rank's block of the global tensor, a view."""
+        for dim, (begin, end) in enumerate(self.ranges):
+            full = full.narrow(dim, begin, end - begin)
+        return full
+
+
+Placement: TypeAlias = Shard | Replicated | BlockShard
 
 
 def placement_of(tensor: Tensor) -> Placement | None:
     """The placement that a parameter carries, None for one that does not belong to a ``ParallelModule``."""
     placement = getattr(tensor, "tpk_shard", None)
-    return placement if isinstance(placement, (Shard, Replicated)) else None
+    return placement if isinstance(placement, (Shard, Replicated, BlockShard)) else None
 
 
 class ParallelModule(nn.Module):

@@ -24,7 +24,9 @@ from torch import Tensor, nn
 
 import tpkernels as tpk
 from tpkernels.errors import ArgumentError
-from tpkernels.nn.sharding import Placement, Shard, placement_of
+from tpkernels.grids.layout import whole
+from tpkernels.grids.redistribute import redistribute
+from tpkernels.nn.sharding import BlockShard, Placement, Shard, placement_of
 
 __all__ = ["full_state_dict", "full_tensors", "load_full_state_dict", "pack", "split_packed"]
 
@@ -78,6 +80,8 @@ def full_tensors(
 
 
 def _gathered(own: Tensor, placement: Placement | None) -> Tensor:
+    if isinstance(placement, BlockShard):
+        return _gathered_blocks(own, placement)
     if not isinstance(placement, Shard):
         return own
     sizes = [size if copy == 0 else 0 for size in placement.sizes for copy in range(placement.copies)]
@@ -85,6 +89,14 @@ def _gathered(own: Tensor, placement: Placement | None) -> Tensor:
         placement.dim, 0, sizes[placement.rank]
     )  # of ranks that hold one part, the first sends it
     return tpk.regions.all_gather(sent, placement.dim, placement.group_name, shard_sizes=sizes)
+
+
+def _gathered_blocks(own: Tensor, placement: BlockShard) -> Tensor:
+    matrix, shape = own if own.dim() == 2 else own.unsqueeze(0), placement.shape
+    rows = 1 if len(shape) == 1 else shape[0]
+    everywhere = whole(placement.layout.grid)
+    full = redistribute(matrix, placement.layout, everywhere, placement.grid, shape=(rows, shape[-1]))
+    return full.view(shape)
 
 
 def _check_entry(name: str, own: Tensor, given: object) -> None:
