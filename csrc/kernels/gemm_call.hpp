@@ -1,15 +1,15 @@
-// One call of a GPU product, as the op hands it to the kernels of an architecture. Pure C++: no torch, so
-// that libraries with different kernels share it and a test can make one by hand.
+// One call of a GPU product, as the op hands it to the kernels of an architecture. Pure C++: no torch.
 //
-//   v   = alpha * (A * B)                          fp32, fp64 of fp64 operands; A * B: the sum of all pairs'
-//   products v   = the sum over ranks                       own rows of a departure: see
-//   kernels/gemm_hooks.hpp v  += bias                                     pre-activation, stored as preact if
-//   asked for v   = activation(v) v   = activation(alpha * (A * gate)) * v       where there is a gate; bias
-//   and preact are refused then,
-//                                                  and the activation applies to the gate alone
+// clang-format off
+//   v   = alpha * (A * B)            in fp32, fp64 of fp64 operands; A * B: the sum of all pairs' products
+//   v   = the sum over ranks         own rows of a departure: see kernels/gemm_hooks.hpp
+//   v  += bias                       the pre-activation, stored as preact if asked for
+//   v   = activation(v)
+//   v   = activation(alpha * (A * gate)) * v    where there is a gate, with no bias and no preact
 //   v  += residual
-//   v  += out                                      where accumulate is set
-//   out = v                                        one rounding
+//   v  += out                        where accumulate is set
+//   out = v                          one rounding
+// clang-format on
 #pragma once
 
 #include <cstddef>

@@ -112,7 +112,9 @@ def test_plan_says_what_would_run() -> None:
     name = f"{bm}x{bn}x{bk}{('', 's', 'w')[whole]}/{cluster_m}x{cluster_n}"
     assert name in _host.HOPPER_TILES and kind in _host.SCHEDULE_KINDS
     assert tiles == -(-2048 // (bm * cluster_m)) * -(-3584 // (bn * cluster_n)) and k_iters == 8192 // 64
-    assert clusters == tiles if whole else 1 <= clusters * cluster_m * cluster_n <= 132  # workers are clusters
+    assert (
+        clusters == tiles if whole else 1 <= clusters * cluster_m * cluster_n <= 132
+    )  # workers are clusters
 
 
 PORTABLE_TILES = ["128x256x32", "128x128x32", "64x64x32"]
