@@ -23,7 +23,9 @@ __all__ = ["Sample", "Score", "cross_validate", "fit", "run", "samples_of", "sco
 def samples_of(rows: Sequence[Row]) -> tuple[list[Sample], int]:
     """Samples, and how many rows of the kernel had another plan than the planner makes now: they tell nothing."""
     from tpkernels import _host
+    from tpkernels.ops import _plans
 
+    now = _host.hopper_cost()
     samples: list[Sample] = []
     changed = 0
     for row in rows:
@@ -43,7 +45,8 @@ def samples_of(rows: Sequence[Row]) -> tuple[list[Sample], int]:
             return float(_host.hopper_predict_us(*size, plan=plan, multiprocessors=sms, cost=cost))
 
         if same:
-            samples.append(Sample(f"{size} {row.dtype}", row.us.p50, predict))
+            names = frozenset(n for n in now if n.startswith("whole ") == _plans.is_whole(tile))
+            samples.append(Sample(f"{size} {row.dtype}", row.us.p50, predict, names))
     return samples, changed
 
 

@@ -53,10 +53,10 @@ double predict(int64_t m, int64_t n, int64_t k, int64_t batch, const sm90a::Gemm
   const int64_t resident =
       residency.clusters[static_cast<int>(plan.tile)][sm90a::cluster_index(plan.cluster)];
   const Schedule& s = plan.plan.schedule;
-  if (is_one_tile(plan.tile)) {  // whose model has constants of its own
+  if (is_one_tile(plan.tile)) {
     const bool gated = plan.plan.tile.bn < cluster_tile(plan.tile, plan.cluster).bn;
     return sm90a::one_tile_us({m, n, k, batch}, plan.tile, plan.cluster, gated, !finishes, false, resident,
-                              sm90a::kCostOneTile);
+                              cost.whole);
   }
   return sm90a::predict_us({m, n, k, batch}, s, plan.tile, plan.cluster,
                            std::min(max64(1, resident), s.workers), {false, finishes, outer_major}, cost);

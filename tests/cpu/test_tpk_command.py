@@ -396,15 +396,25 @@ def test_rows_of_the_hopper_kernel():
         for size in calibrate.SHAPES["sm90"]
         for plan in calibrate.plans(_plans.Product(1, *size), hopper)
     ]
-    assert {plan.tile for _, plan in asked} == set(_plans.TILES["sm90"])
+    tiles = {plan.tile for _, plan in asked}
+    whole = {tile for tile in tiles if _plans.is_whole(tile)}
+    assert tiles - whole == set(_plans.TILES["sm90"]) and len(whole) > 100
     assert len({plan.schedule for _, plan in asked}) >= 3
+    seen = set()
     for size, plan in asked[::17]:
         predict = calibrate.predictor("sm90", size, plan, hopper)
         told = _plans.plan(_plans.Product(1, *size), hopper, plan.schedule, plan.tile, plan.splits)
         assert predict(dict(start)) == pytest.approx(told["predicted_us"])
         names = calibrate._matters("sm90", plan.tile)
         matter = {n for n in start if predict(start | {n: start[n] * 1.5}) != predict(dict(start))}
-        assert matter <= names and f"iter_us {plan.tile}" in matter
+        assert matter <= names
+        if _plans.is_whole(plan.tile):
+            assert "whole launch_us" in matter and all(name.startswith("whole ") for name in names)
+            seen |= matter
+        else:
+            assert f"iter_us {plan.tile}" in matter
+    rare = {"whole wave_us", "whole doubling_us"}  # of clusters along K behind one another
+    assert {name for name in start if name.startswith("whole ")} - rare <= seen, "some shape tells of each"
 
 
 @pytest.mark.parametrize("kind", constants.PORTABLE)

@@ -7,6 +7,7 @@ than what is used now.
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -45,6 +46,8 @@ DTYPES = {"sm90": ("bfloat16",), "cpu": ("float32",), "portable": ("bfloat16", "
 _FAR = 2.5  # times the cheapest prediction: plans slower than that tell of nothing that is ever chosen
 _STAY = 0.02  # constants of another machine may be far away
 _ROUNDS = 5
+_LOOKED_AT, _MORE_WHOLE = 200, 16  # whole tiles beside the cheapest: of so many so many are timed
+_WHOLE = "whole"  # begins the names of their constants
 
 
 class Calibration(NamedTuple):
@@ -176,12 +179,18 @@ def _precision(dtype: str) -> Iterator[None]:
 
 
 def plans(product: _plans.Product, machine: _plans.Machine) -> list[PlanArguments]:
-    """Whole tiles, and the best that is cut, on every tile that may ever be chosen, but for whole ones, whose model is
-    not fitted. Pure."""
+    """Whole tiles, and the best that is cut, on every tile that may ever be chosen. Pure.
+
+    Of those that the Hopper kernel for short products takes whole, of which there are over a thousand, the cheapest
+    and some others.
+    """
     found: list[tuple[float, PlanArguments]] = []
-    for tile in (name for name in _plans.tiles_of(product, machine) if not _plans.is_whole(name)):
+    tiles = _plans.tiles_of(product, machine)
+    for tile in [*tiles, *_more_whole(product, machine, tiles)]:
         whole = _plans.plan(product, machine, "data_parallel", tile)
         found.append((float(whole["predicted_us"]), PlanArguments("data_parallel", 1, tile)))
+        if _plans.is_whole(tile):
+            continue
         cut = [
             (float(plan["predicted_us"]), PlanArguments(kind, n, tile))
             for kind, splits in candidates.schedules_of(machine)
@@ -193,6 +202,17 @@ def plans(product: _plans.Product, machine: _plans.Machine) -> list[PlanArgument
             found.append(min(cut, key=lambda one: one[0]))
     most = _FAR * min(us for us, _ in found)
     return [plan for us, plan in found if us <= most]
+
+
+def _more_whole(product: _plans.Product, machine: _plans.Machine, tiles: list[str]) -> list[str]:
+    """Others than the cheapest whole tiles, so that the fit is told of clusters and sizes that it does not take now."""
+    if not any(_plans.is_whole(tile) for tile in tiles):
+        return []
+    host: Any = _extensions.host()
+    others = [name for name in host.HOPPER_TILES if _plans.is_whole(name) and name not in tiles]
+    seen = random.Random(f"{product.m} {product.n} {product.k}").sample(others, _LOOKED_AT)
+    plans = ((float(_plans.plan(product, machine, tile=name)["predicted_us"]), name) for name in seen)
+    return [name for _, name in sorted(plans)[:_MORE_WHOLE]]
 
 
 def predictor(
@@ -251,6 +271,8 @@ def _matters(kind: str, tile: str, dtype: str = "") -> frozenset[str]:
     if kind in constants.PORTABLE:
         of = f"{tile} {'half' if dtype in ('bfloat16', 'float16') else dtype}"
         return frozenset("".join(name) for name in names if name[2] in ("", of))
+    if _plans.is_whole(tile):
+        return frozenset("".join(name) for name in names if name[0] == _WHOLE)
     unused = {"finish_us", "outer_us", "owner_us", "addend_us", "departing_split_us"}
     mine = {"", tile, tile.partition("/")[0]}
     return frozenset("".join(name) for name in names if name[2] in mine and name[0] not in unused)

@@ -23,6 +23,7 @@
 #include <cstdint>
 
 #include "host/cost_model.hpp"
+#include "kernels/sm90a/one_tile_cost.hpp"
 #include "kernels/sm90a/scaled_cost.hpp"
 #include "kernels/sm90a/tiles.hpp"
 
@@ -49,6 +50,7 @@ struct HopperCost {
   double iter_us[kNumWalkingTiles]
                 [kNumWalkingClusters];   // one iteration, in the order of TileId and kClusterShapes
   double epilogue_us[kNumWalkingTiles];  // one tile: what is not hidden
+  OneTileCost whole;                     // of the other kernel
 };
 
 inline constexpr HopperCost kCostHopper{4.6,
@@ -71,7 +73,8 @@ inline constexpr HopperCost kCostHopper{4.6,
                                          {0.603, 0.604, 0.641},
                                          {0.389, 0.378, 0.417},
                                          {0.822, 0.818, 0.844}},
-                                        {1.62, 1.55, 4.22, 1.46, 0.424, 1.95}};
+                                        {1.62, 1.55, 4.22, 1.46, 0.424, 1.95},
+                                        kCostOneTile};
 
 // What plans are made with; see CostInUse.
 inline constinit CostInUse<HopperCost> hopper_cost{kCostHopper};

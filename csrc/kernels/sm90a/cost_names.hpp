@@ -28,12 +28,45 @@ inline constexpr struct {
     {"departing_split_us", &HopperCost::departing_split_us},
     {"outer_us", &HopperCost::outer_us},
 };
+inline constexpr struct {
+  const char* name;
+  double OneTileCost::* field;
+} kWholeCostScalars[] = {
+    {"whole launch_us", &OneTileCost::launch_us},
+    {"whole cluster_us", &OneTileCost::cluster_us},
+    {"whole fill_us", &OneTileCost::fill_us},
+    {"whole row_us", &OneTileCost::row_us},
+    {"whole skew", &OneTileCost::skew},
+    {"whole peak_us", &OneTileCost::peak_us},
+    {"whole sustained_us", &OneTileCost::sustained_us},
+    {"whole asked_per_us", &OneTileCost::asked_per_us},
+    {"whole l2_per_us", &OneTileCost::l2_per_us},
+    {"whole l2_long_per_us", &OneTileCost::l2_long_per_us},
+    {"whole l2_short_bytes", &OneTileCost::l2_short_bytes},
+    {"whole split_lines", &OneTileCost::split_lines},
+    {"whole split_sectors", &OneTileCost::split_sectors},
+    {"whole latency_us", &OneTileCost::latency_us},
+    {"whole end_column_us", &OneTileCost::end_column_us},
+    {"whole end_us", &OneTileCost::end_us},
+    {"whole later_end_us", &OneTileCost::later_end_us},
+    {"whole walk_end", &OneTileCost::walk_end},
+    {"whole meet_us", &OneTileCost::meet_us},
+    {"whole meet_unit_us", &OneTileCost::meet_unit_us},
+    {"whole wave_us", &OneTileCost::wave_us},
+    {"whole doubling_us", &OneTileCost::doubling_us},
+    {"whole bytes_per_us", &OneTileCost::bytes_per_us},
+    {"whole crowding", &OneTileCost::crowding},
+};
+static_assert(sizeof(OneTileCost) == sizeof(double) * std::size(kWholeCostScalars),
+              "kWholeCostScalars must name every number of OneTileCost.");
 static_assert(sizeof(HopperCost) ==
-                  sizeof(double) *
-                      (std::size(kCostScalars) + kNumWalkingTiles * kNumWalkingClusters + kNumWalkingTiles),
+                  sizeof(double) * (std::size(kCostScalars) + kNumWalkingTiles * kNumWalkingClusters +
+                                    kNumWalkingTiles) +
+                      sizeof(OneTileCost),
               "kCostScalars must name every number of HopperCost.");
 
-// Every constant with its name: "launch_us", "iter_us 128x256x64/2x1", "epilogue_us 128x256x64".
+// Every constant with its name: "launch_us", "iter_us 128x256x64/2x1", "epilogue_us 128x256x64"; those of
+// one_tile.cuh "whole launch_us".
 template <class Cost, class Visit>
 void visit_constants(Cost& cost, const Visit& visit) {
   for (const auto& scalar : kCostScalars) visit(scalar.name, cost.*scalar.field);
@@ -43,6 +76,7 @@ void visit_constants(Cost& cost, const Visit& visit) {
     for (int c = 0; c < kNumWalkingClusters; ++c)
       visit("iter_us " + name(tile, kClusterShapes[c]), cost.iter_us[t][c]);
   }
+  for (const auto& scalar : kWholeCostScalars) visit(scalar.name, cost.whole.*scalar.field);
 }
 
 }  // namespace tpk::sm90a

@@ -232,9 +232,9 @@ inline std::optional<WholeTile> rank_one_tile(const Problem& p, TileId tile, Clu
     return std::nullopt;
   }
   const bool outer_columns = is_swapped(tile) ? demands.outer_rows : demands.outer_columns;
-  return WholeTile{
-      one_tile_us(p, tile, cluster, demands.gated, !demands.finishes, outer_columns, clusters, kCostOneTile),
-      tile, cluster};
+  return WholeTile{one_tile_us(p, tile, cluster, demands.gated, !demands.finishes, outer_columns, clusters,
+                               hopper_cost.get().whole),
+                   tile, cluster};
 }
 
 // Its plan, with a worker for every tile: what it does, for those who ask.
