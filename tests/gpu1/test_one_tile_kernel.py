@@ -91,6 +91,27 @@ def test_errors_of_long_sums(suffix: str, seed: int, generator: torch.Generator)
                 Product(a, b).run(torch.float32, exact=False, tile=name)
 
 
+@pytest.mark.parametrize("suffix", ["s", "w"])
+def test_more_tiles_than_run_at_once(suffix: str, seed: int, generator: torch.Generator) -> None:
+    """Clusters walk from tile to tile where nothing but the product is stored, from one matrix of the batch into the
+    next, in all layouts and types; with an epilogue they do not. Integers: to the bit."""
+    pick, layouts = random.Random(seed), itertools.cycle(LAYOUTS)
+    names = [name for name in NAMES if name.partition("/")[0].endswith(suffix)]
+    with Failures() as failures:
+        for name in pick.sample(names, 40):
+            bm, bn = shape_of(name)
+            wide = pick.choice([3, 7, 20])
+            batch, m, n = 3, bm * wide - pick.randint(0, bm - 1), bn * (140 // wide) - pick.randint(0, bn - 1)
+            k = pick.choice([8, 200, 64 * 9])
+            layout_a, layout_b = next(layouts)
+            dtype = pick.choice(DTYPES)
+            a = embed(integers(batch, m, k, dtype=dtype, generator=generator), layout_a)
+            b = embed(integers(batch, k, n, dtype=dtype, generator=generator), layout_b)
+            with failures.case(f"{name} {(batch, m, n, k)} {layout_a} x {layout_b} {dtype}"):
+                Product(a, b).run(dtype, tile=name)
+                Product(a, b, activation="relu").run(dtype, tile=name)
+
+
 def test_a_chain_of_launches_in_a_graph(generator: torch.Generator) -> None:
     """Each product reads what the one before wrote, and starts before that has ended: it has to wait. To the bit."""
     size, names = 256, random.Random(0).sample(NAMES, 40)
