@@ -1,4 +1,4 @@
-// The kernel for products of less than a few waves: a cluster computes one tile of the product and ends.
+// The kernel for products of less than a few waves: a cluster computes a tile and ends, or walks to another.
 //
 // No schedule is walked, no ticket drawn, no flag cleared: what decides here is how soon a CTA loads and how
 // soon it has stored. Tiles have 64 to 192 rows and 16 to 256 columns of wgmma, those in steps of 16, so that
