@@ -51,8 +51,8 @@ __global__ void __launch_bounds__(Tile::kThreads, kMinCtas<Tile, kLayoutA, kLayo
   // What depends on nothing but parameters may run while earlier kernels still do.
   if (threadIdx.x == 0) ::new (state.walker) Walker(static_cast<int32_t>(blockIdx.x));
   fetch_segment<Tile>(p, &state, 0);
-  allow_later_kernels();
   wait_for_earlier_kernels();
+  allow_later_kernels();  // not before: launches would pile up, their CTAs spread unevenly
   __syncthreads();
   if (state.item[0].stages == 0) return;
   Loader<kLayoutA, Tile::kBM, Tile::kStageK, Tile::kElementBytes, Tile::kThreads> loader_a;

@@ -220,13 +220,12 @@ __global__ void __launch_bounds__(kOneTileKernels[kKernel].threads(), kOneTileKe
   } else {
     __syncthreads();
   }
-  allow_later_kernels();
-  wait_for_earlier_kernels();
   if (threadIdx.x >= kConsumers) {
     if constexpr (kShapes.gives_registers()) cutlass::arch::warpgroup_reg_dealloc<40>();
     if (threadIdx.x / 32 == kConsumers / 32) run_one_tile_loader<kRows, kMajorA, kMajorB>(p, s);
     return;
   }
+  begin_after_earlier_kernels();
   if constexpr (kShapes.gives_registers()) cutlass::arch::warpgroup_reg_alloc<152>();
   const bool goes_on = with_columns<kShapes.first, kShapes.last>(p.columns, [&](auto columns) {
     return compute_tiles<kElement, kRows, decltype(columns)::value, kMajorA, kMajorB>(p, s);
