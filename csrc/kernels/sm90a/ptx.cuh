@@ -42,8 +42,8 @@ __device__ __forceinline__ void allow_later_kernels() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
-// Both, in the order for kernels that leave room for others: launches that may follow before this one has begun
-// would pile up on its multiprocessors, and spread the CTAs of each unevenly over them.
+// Both, in the order for kernels that leave room for others: launches that may follow before this one has
+// begun would pile up on its multiprocessors, and spread the CTAs of each unevenly over them.
 __device__ __forceinline__ void begin_after_earlier_kernels() {
   wait_for_earlier_kernels();
   allow_later_kernels();
