@@ -1,14 +1,13 @@
 """What ``auto`` would win or lose by choosing between cuBLAS and our kernel: ``python -m bench fit-auto RESULT.jsonl``.
 
 Rows of the suites ``sweep`` and ``gemm`` count in which both were right. A *rule* sees what the library would see, the
-shape and the predicted time of the plan, and says whether to take ours; :func:`judge` tells what that gives on the
-measured times. The library's rule is ``tpkernels.ops._plans.prefers_streamk``, which compares the prediction with a
-roofline of cuBLAS; its three constants are fitted here too, and judged on shapes that the fit did not see.
+shape, and says whether to take ours; :func:`judge` tells what that gives on the measured times. The library's rule is
+``tpkernels.ops._plans.prefers_streamk``, which takes ours where a roofline of cuBLAS is short; other limits are judged
+beside its own.
 """
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -18,16 +17,11 @@ from .errors import BenchError
 from .records import Row, geomean, load
 from .report.analysis import group_cases, percentile, plan_of
 
-__all__ = ["MARGINS", "Measured", "Rule", "Verdict", "fit", "judge", "library_rule", "measured_of", "run"]
+__all__ = ["LIMITS", "Measured", "Rule", "Verdict", "judge", "library_rule", "measured_of", "run"]
 
-MARGINS = (
-    1.0,
-    0.95,
-    0.9,
-    0.85,
-)  # ours is taken if it is predicted to take less than so much of cuBLAS's time
+LIMITS = (0.4, 0.7, 1.0, 1.5, 3.0)  # of ``prefers_streamk``, in us
 _LIMIT = 0.97  # "auto is never below": issue's bar on every shape
-_FOLDS = 5
+_FEWEST = 10  # shapes
 
 
 class Measured(NamedTuple):
@@ -97,72 +91,14 @@ def judge(shapes: Sequence[Measured], rule: Rule) -> Verdict:
     return Verdict(taken, geomean(over), percentile(over, 5), min(over), below, geomean(behind) - 1)
 
 
-def library_rule(launch_us: float, flops_per_us: float, bytes_per_us: float, margin: float = 1.0) -> Rule:
-    """``prefers_streamk`` with these constants of cuBLAS; ``margin``: as if the prediction were so much longer."""
-    from tpkernels.ops._plans import CublasEstimate, Machine, Product, prefers_streamk
-
-    rates = CublasEstimate(launch_us, flops_per_us, bytes_per_us)
+def library_rule(short_us: float) -> Rule:
+    """``prefers_streamk`` with this limit."""
+    from tpkernels.ops._plans import Machine, Product, prefers_streamk
 
     def rule(s: Measured) -> bool:
-        machine = Machine("sm90", s.multiprocessors)
-        return prefers_streamk(Product(1, s.m, s.n, s.k), machine, s.predicted_us / margin, rates)
+        return prefers_streamk(Product(1, s.m, s.n, s.k), Machine("sm90", s.multiprocessors), short_us)
 
     return rule
-
-
-Rates = tuple[float, float, float]  # of CublasEstimate
-
-
-def fit(shapes: Sequence[Measured], start: Rates, margin: float) -> Rates:
-    """Constants of cuBLAS with which the rule loses least, a shape below 0.97 counting double. Deterministic.
-
-    The loss is flat but for steps; so the walk to it begins where the constants tell cuBLAS's times best.
-    """
-    from tpkernels.ops._plans import CublasEstimate, Product, estimate_us
-
-    def error(rates: Rates) -> float:
-        told = (
-            estimate_us(Product(1, s.m, s.n, s.k), s.multiprocessors, CublasEstimate(*rates)) for s in shapes
-        )
-        return sum(abs(math.log(us / s.cublas_us)) for us, s in zip(told, shapes, strict=True))
-
-    def loss(rates: Rates) -> float:
-        rule = library_rule(*rates, margin)
-        total = 0.0
-        for s in shapes:
-            time = s.ours_us if rule(s) else s.cublas_us
-            total += math.log(time / min(s.cublas_us, s.ours_us)) + max(
-                0.0, math.log(_LIMIT * time / s.cublas_us)
-            )
-        return total
-
-    return min((_descend(loss, first) for first in (_descend(error, start), start)), key=loss)
-
-
-def _descend(loss: Callable[[Rates], float], start: Rates) -> Rates:
-    """Coordinate descent on the logarithms."""
-    best, least, step = start, loss(start), 0.2
-    while step > 0.01:
-        improved = False
-        for i in range(3):
-            for factor in (math.exp(step), math.exp(-step)):
-                rates = [*best]
-                rates[i] *= factor
-                trial = (rates[0], rates[1], rates[2])
-                if (now := loss(trial)) < least - 1e-9:
-                    best, least, improved = trial, now, True
-        step = step if improved else step / 2
-    return best
-
-
-def _left_out(shapes: Sequence[Measured], start: Rates, margin: float) -> Verdict:
-    """Of rules that were fitted to the other four fifths of the shapes."""
-    takes: dict[str, bool] = {}
-    for fold in range(_FOLDS):
-        known = [s for i, s in enumerate(shapes) if i % _FOLDS != fold]
-        rule = library_rule(*fit(known, start, margin), margin)
-        takes |= {s.case: rule(s) for i, s in enumerate(shapes) if i % _FOLDS == fold}
-    return judge(shapes, lambda s: takes[s.case])
 
 
 def run(files: Sequence[Path], *, stdout: TextIO = sys.stdout) -> int:
@@ -171,33 +107,24 @@ def run(files: Sequence[Path], *, stdout: TextIO = sys.stdout) -> int:
     Raises:
         BenchError: fewer than ten shapes in which both were measured.
     """
-    from tpkernels.ops._plans import CUBLAS_H100
+    from tpkernels.ops._plans import SHORT_US
 
     rows = [row for file in files for row in load(file).latest()]
-    by_dtype = {dtype: shapes for dtype, shapes in measured_of(rows).items() if len(shapes) >= 2 * _FOLDS}
+    by_dtype = {dtype: shapes for dtype, shapes in measured_of(rows).items() if len(shapes) >= _FEWEST}
     if not by_dtype:
         raise BenchError(
-            f"fit-auto: expected at least {2 * _FOLDS} shapes in which cublas and streamk, the Hopper kernel, were "
+            f"fit-auto: expected at least {_FEWEST} shapes in which cublas and streamk, the Hopper kernel, were "
             "both right; measure some: python -m bench sweep"
         )
-    start = (CUBLAS_H100.launch_us, CUBLAS_H100.flops_per_us, CUBLAS_H100.bytes_per_us)
     for dtype, shapes in by_dtype.items():
         print(f"{dtype}, {len(shapes)} shapes", file=stdout)
         rules: dict[str, Rule] = {
             "always cuBLAS": lambda _: False,
             "always ours": lambda _: True,
             "the faster one": lambda s: s.ours_us < s.cublas_us,
+            f"the library's, {SHORT_US} us": library_rule(SHORT_US),
         }
-        rules |= {f"prefers_streamk, margin {m:.2f}": library_rule(*start, m) for m in MARGINS}
+        rules |= {f"likewise, {limit} us": library_rule(limit) for limit in LIMITS if limit != SHORT_US}
         for name, rule in rules.items():
-            print(f"  {name:36} {judge(shapes, rule)}", file=stdout)
-        for margin in MARGINS:
-            name = f"fitted, margin {margin:.2f}, left out"
-            print(f"  {name:36} {_left_out(shapes, start, margin)}", file=stdout)
-            found = fit(shapes, start, margin)
-            print(
-                f"    launch_us {found[0]:.3g} (now {start[0]:.3g}), flops_per_us {found[1]:.3g} ({start[1]:.3g}), "
-                f"bytes_per_us {found[2]:.3g} ({start[2]:.3g})",
-                file=stdout,
-            )
+            print(f"  {name:24} {judge(shapes, rule)}", file=stdout)
     return 0

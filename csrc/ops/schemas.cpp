@@ -239,12 +239,12 @@ STABLE_TORCH_LIBRARY(tpkernels, m) {
   // gets on Hopper. The CPU's plans are the same for all. collective: of a rank's part of
   // fused_all_gather_matmul, fused_matmul_reduce_scatter or fused_matmul_all_reduce (named without fused_),
   // as rows of every rank, shard_rows, come or go. out_bytes: of an element of its result. Other kernels know
-  // no ranks.
+  // no ranks. biased: all that finishes is a bias, which whole tiles of the Hopper kernel add on the way.
   m.def(
       "streamk_plan(int batch, int m, int n, int k, str device, str schedule='auto', int workers=0, "
       "int splits=1, int multiprocessors=0, str tile='', bool gated=False, bool finishes=False, "
       "bool outer_major=False, int[] group_sizes=[], str dtype='bfloat16', str collective='', "
-      "int[] shard_rows=[], int rank=0, int out_bytes=2) -> (str, int[], float)");
+      "int[] shard_rows=[], int rank=0, int out_bytes=2, bool biased=False) -> (str, int[], float)");
   // Tiles of the Hopper kernel whose CTAs take whole ones, as many as streamk_plan looks at: names, cheapest
   // first.
   m.def(

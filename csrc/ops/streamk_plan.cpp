@@ -133,7 +133,8 @@ std::tuple<std::string, std::vector<int64_t>, double> streamk_plan(
     int64_t batch, int64_t m, int64_t n, int64_t k, const std::string& device, const std::string& schedule,
     int64_t workers, int64_t splits, int64_t multiprocessors, const std::string& tile, bool gated,
     bool finishes, bool outer_major, const std::vector<int64_t>& group_sizes, const std::string& dtype,
-    const std::string& collective, const std::vector<int64_t>& shard_rows, int64_t rank, int64_t out_bytes) {
+    const std::string& collective, const std::vector<int64_t>& shard_rows, int64_t rank, int64_t out_bytes,
+    bool biased) {
   TPK_REQUIRE(device == "sm80" || device == "cpu" || device == "sm90-portable" || is_hopper(device),
               "streamk_plan: device must be 'cpu', 'cuda', 'sm80', 'sm90', 'sm90-portable', 'sm90-fp8', "
               "'sm90-fp8-fast' or 'sm90-fp8-blocks', but it is '",
@@ -162,9 +163,12 @@ std::tuple<std::string, std::vector<int64_t>, double> streamk_plan(
       throw std::runtime_error(tpk::ops::sentence("streamk_plan: ", error.what()));
     }
   }();
+  tpk::sm90a::Demands demands{gated, gated || finishes, outer_major, 1, product_of(device)};
+  if (biased) demands.rounds = true;
   const auto plan_of = [&](int64_t of_m, int64_t matrices, const tpk::GroupedRows* groups) {
+    demands.matrices = matrices;
     return find({of_m, n, k, batch}, element, device, schedule, workers, splits, multiprocessors, tile,
-                {gated, gated || finishes, outer_major, matrices, product_of(device)}, ranks, groups);
+                demands, ranks, groups);
   };
   std::vector<Found> launches;
   if (is_half(element) && is_hopper(device)) {

@@ -283,10 +283,12 @@ def test_the_product_that_is_preferred():
     large, hopper = _plans.Product(1, 8192, 8192, 8192), _plans.Machine("sm90", 132)
     estimate = _plans.estimate_us(large)
     assert estimate == pytest.approx(4.4 + 2 * 8192**3 / 6.97e8)
-    assert _plans.prefers_streamk(large, hopper, estimate * 0.99)
-    assert not _plans.prefers_streamk(large, hopper, estimate)
+    assert not _plans.prefers_streamk(large, hopper)
+    assert _plans.prefers_streamk(large, hopper, estimate)
+    short = _plans.Product(1, 512, 512, 512)
+    assert _plans.prefers_streamk(short, hopper)
     for other in ("cpu", "sm80", "sm90-portable"):
-        assert not _plans.prefers_streamk(large, _plans.Machine(other), 1.0)
+        assert not _plans.prefers_streamk(short, _plans.Machine(other))
     assert _plans.estimate_us(large, 66) == pytest.approx(2 * estimate - 4.4)
     thin = _plans.Product(1, 1, 16384, 16384)  # memory: the weight's bytes, however many multiprocessors
     assert _plans.estimate_us(thin) == _plans.estimate_us(thin, 66) > 2 * 16384**2 / 2.48e6

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tpkernels.ops import _activation, _nvtx, _plans
 from tpkernels.ops._collectives import accumulate_dtype
-from tpkernels.ops._paths import Choice, PlanArguments
+from tpkernels.ops._paths import Choice, PlanArguments, library_of
 from tpkernels.tune import mode
 
 
@@ -85,7 +85,8 @@ def run(
     if choice.open and mode.active():
         from tpkernels.tune import local
 
-        choice = local.tuned(choice, local.Call(a, b, epilogue, out_dtype, want_preact))
+        call = local.Call(a, b, epilogue, out_dtype, want_preact)
+        choice = local.tuned(choice, call, library_of(a.device.type))
     with _nvtx.phase("product", choice.gemm):
         if choice.gemm == "streamk":
             product = _streamk(a, b, epilogue, out_dtype, want_preact, choice.plan)

@@ -169,7 +169,7 @@ def _implementation(
         from tpkernels.tune import grouped, local
 
         call = grouped.GroupedCall(a, b, epilogue, group_sizes, dtype, return_preact)
-        choice = local.tuned(choice, call, library(a.device))
+        choice = local.tuned(choice, call, _paths.library_of(a.device.type))
     choice = choice._replace(open=False)  # products of single groups are not tuned: there are too many
     with _nvtx.phase("product", choice.gemm):
         made = run(choice, a, b, epilogue, group_sizes, dtype, return_preact)
@@ -210,11 +210,6 @@ def run(
         **_gemm.arguments(choice.plan),
     )
     return [out] if preact is None else [out, preact]
-
-
-def library(device: torch.device) -> str:
-    """Whose product for each group is timed beside ours."""
-    return "cublas" if device.type == "cuda" else "blas"
 
 
 def choose(path: str, device: torch.device, dtype: torch.dtype) -> _paths.Choice:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tpkernels.errors import DeviceError, DTypeError, ShapeError
-from tpkernels.ops import _activation, _checks, _gemm, _paths
+from tpkernels.ops import _activation, _checks, _gemm, _paths, _preferred
 from tpkernels.ops._collectives import accumulate_dtype
 from tpkernels.ops._main_grad import Target
 from tpkernels.ops._registry import below, register
@@ -51,14 +51,18 @@ def _implementation(
 ) -> list[Tensor]:
     epilogue = _gemm.Epilogue(gate, bias, residual, alpha, activation)
     operands = signature(a), signature(b), signature(gate), signature(bias), signature(residual)
-    dtype, choice, detail = _decided.get(
-        (operands, activation, out_dtype, path, _paths.environment(path)),
-        lambda: (
-            _validate(a, b, epilogue, out_dtype),
-            _choose(a, path),
-            _gemm.describe(a, b, gated=gate is not None),
-        ),
-    )
+    kept = return_preact and gate is not None  # two products, which our kernel makes one after the other
+    suits = not kept and _preferred.suits(a, b, gate)
+
+    def decide() -> tuple[torch.dtype, _paths.Choice, str]:
+        dtype = _validate(a, b, epilogue, out_dtype)
+        choice = _choose(a, path)
+        if suits:
+            choice = _preferred.choose(choice, a, b, epilogue, dtype)
+        return dtype, choice, _gemm.describe(a, b, gated=gate is not None)
+
+    key = operands, activation, out_dtype, path, _paths.environment(path), suits
+    dtype, choice, detail = _decided.get(key, decide)
     product = _gemm.run(choice, a, b, epilogue, out_dtype=dtype, want_preact=return_preact)
     choice = product.choice or choice
     _paths.record("matmul", "none", choice.gemm, detail, choice.why)

@@ -261,12 +261,17 @@ def choose_gemm(request: Request, device_type: str, dtype: torch.dtype) -> Choic
         return Choice("streamk", "asked for")
     if request.gemm is not None:
         return Choice(request.gemm, "asked for")
-    library = "cublas" if device_type == "cuda" else "blas"
+    library = library_of(device_type)
     if missing is not None:
         return Choice(library, missing)
     if device_type == "cuda":
         return Choice(library, f"{library} is the default; path='streamk' takes our kernel", open=True)
     return Choice(library, f"{library} is faster here than the portable Stream-K kernel", open=True)
+
+
+def library_of(device_type: str) -> str:
+    """The path of torch's own products."""
+    return "cublas" if device_type == "cuda" else "blas"
 
 
 def choose_beside(request: Request, device_type: str, dtype: torch.dtype) -> Choice:

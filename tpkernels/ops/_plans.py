@@ -64,7 +64,7 @@ class Product(NamedTuple):
     in neither factor. group_sizes: of a grouped product, as many factors [k, n] for m rows in all. dtype: of the
     factors, as torch.ops.tpkernels.streamk_plan names it. collective, shard_rows, rank and
     out_bytes: of a rank's part of that fused operation, whose rows, of every rank, come or go, and of an element of
-    the result; the Hopper kernel alone has such plans.
+    the result; the Hopper kernel alone has such plans. biased: a bias is all that finishes.
     """
 
     batch: int
@@ -80,6 +80,7 @@ class Product(NamedTuple):
     shard_rows: tuple[int, ...] = ()
     rank: int = 0
     out_bytes: int = 2
+    biased: bool = False
 
 
 class Machine(NamedTuple):
@@ -92,14 +93,8 @@ class Machine(NamedTuple):
 class CublasEstimate(NamedTuple):
     """What torch.mm takes on an H100, in the units of ``estimate_us``.
 
-    A roofline, not a model of cuBLAS. Against torch.mm on an H100, bfloat16, 27 shapes, it errs by a standard
-    deviation of 6 % (5 to 7 % in three other runs of some of these shapes). The best of our own data-parallel and
-    split-K plans was tried in its place: 4 % over large products, over 20 % where few tiles have a long K.
-
-    The rates are 760 TFLOP/s and 2.7 TB/s less 9 %, with which ``prefers_streamk`` lost least in that run: 0.9 %
-    against always taking the faster one (always cuBLAS: 1.3 %, always ours: 6.9 %). A later run of the same shapes,
-    which had no part in choosing them: 1.0 % (cuBLAS 1.4 %, ours 4.6 %). They are wrong for float16: over 11 large
-    products there it lost 1.7 %, always ours 0.1 %. Other shapes were not tried.
+    A roofline, not a model of cuBLAS: 760 TFLOP/s and 2.7 TB/s less 9 %. Against torch.mm on an H100, bfloat16, 27
+    shapes, it errs by a standard deviation of 6 % (5 to 7 % in three other runs of some of these shapes).
     """
 
     launch_us: float = 4.4
@@ -108,6 +103,9 @@ class CublasEstimate(NamedTuple):
 
 
 CUBLAS_H100 = CublasEstimate()
+# Beside its launch. Shorter products take the Hopper kernel less time than cuBLAS: 131 of the sweep's 1,000, 1.23x
+# and never below 0.99x (``python -m bench fit-auto``).
+SHORT_US = 0.7
 
 
 def may_use_tf32(dtype: torch.dtype) -> bool:
@@ -237,13 +235,12 @@ def estimate_us(product: Product, multiprocessors: int = 0, rates: CublasEstimat
     return 2 * once if product.gated else once
 
 
-def prefers_streamk(
-    product: Product, machine: Machine, predicted_us: float, rates: CublasEstimate = CUBLAS_H100
-) -> bool:
-    """Whether our kernel should be faster than cuBLAS. Pure; no path asks it yet (see ``_paths.choose_gemm``).
+def prefers_streamk(product: Product, machine: Machine, short_us: float = SHORT_US) -> bool:
+    """Whether our kernel should be faster than cuBLAS in a plain product. Pure.
 
-    ``predicted_us`` is that of the plan. Only the Hopper kernel is ever preferred.
+    Only the Hopper kernel is ever preferred, in products that would take cuBLAS less than ``short_us`` beside its
+    launch.
     """
     if machine.architecture != "sm90":
         return False
-    return predicted_us < estimate_us(product, machine.multiprocessors, rates)
+    return estimate_us(product, machine.multiprocessors) - CUBLAS_H100.launch_us < short_us

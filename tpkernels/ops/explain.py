@@ -13,7 +13,7 @@ from tpkernels.comm import auto, described, small
 from tpkernels.comm.auto import Asked
 from tpkernels.errors import ArgumentError
 from tpkernels.fp8 import api as fp8
-from tpkernels.ops import _collectives, _gemm, _grouped, _groups, _paths, _plans, api
+from tpkernels.ops import _collectives, _gemm, _grouped, _groups, _paths, _plans, _preferred, api
 from tpkernels.ops._arrays import tensor
 from tpkernels.ops.grouped import grouped_matmul
 from tpkernels.tune import mode
@@ -131,6 +131,8 @@ def explain(op: str, a: Any, b: Any, group: _groups.GroupLike = None, **options:
     whole = torch.empty(shape, dtype=operand.dtype, device="meta")
     prefix, wire, transfers, decision, way = "", 0, "", None, None
     choice = _paths.choose_gemm(request, device, operand.dtype)
+    if op == "matmul" and options.get("accumulate_into") is None:
+        choice = _preference(choice, operand, weight, options, out.dtype)
     if op == "grouped_matmul":
         place, path = _place(operand, device), options.get("path", "auto")
         gate = None if options.get("gate") is None else tensor("gate", options["gate"])
@@ -179,7 +181,8 @@ def explain(op: str, a: Any, b: Any, group: _groups.GroupLike = None, **options:
     if op == "grouped_matmul":
         product = product._replace(batch=1, m=whole.shape[0], group_sizes=sizes_of_groups)
     if op in _LOCAL:  # the others gather or keep rows of K
-        product = product._replace(outer_major=operand.stride(-1) != 1 and weight.stride(-1) == 1)
+        outer = operand.stride(-1) != 1 and weight.stride(-1) == 1
+        product = product._replace(outer_major=outer, biased=_only_a_bias(options, out.dtype))
     if device == "cuda":
         product = product._replace(dtype=_plans.dtype_name(operand.dtype))
     if members is not None and prefix == f"{_paths.FUSED}+" and way is None and op in described.OPS:
@@ -300,6 +303,22 @@ def _product(whole: Tensor, weight: Tensor, follows: tuple[bool, bool]) -> _plan
     return _plans.Product(math.prod(batch), m, n, weight.shape[-2], *follows)
 
 
+def _preference(
+    choice: _paths.Choice, a: Tensor, b: Tensor, options: dict[str, Any], out_dtype: torch.dtype
+) -> _paths.Choice:
+    """What path "auto" takes for a product as ``matmul`` calls it."""
+    names = ("gate", "bias", "residual")
+    gate, bias, residual = (x if isinstance(x, Tensor) else None for x in map(options.get, names))
+    if not _preferred.suits(a, b, gate):
+        return choice
+    activation = options.get("activation") or "none"
+    if gate is not None and api.keeps_preact(
+        activation, options.get("save_preact", True), a, b, gate, gated=True
+    ):
+        return choice
+    return _preferred.choose(choice, a, b, _gemm.Epilogue(gate, bias, residual, 1.0, activation), out_dtype)
+
+
 def _follows(op: str, operand: Tensor, weight: Tensor, options: dict[str, Any]) -> tuple[bool, bool]:
     """Whether this rank's (first) product is gated in one call, and whether more than rounding follows it."""
     if op in ("matmul_reduce_scatter", "matmul_all_reduce"):  # all follows the sum over the ranks
@@ -317,6 +336,14 @@ def _follows(op: str, operand: Tensor, weight: Tensor, options: dict[str, Any]) 
     factors = (x for x in (operand, weight, given["gate"]) if isinstance(x, Tensor))
     apart = api.keeps_preact(activation, options.get("save_preact", True), *factors, gated=True)
     return not apart, not apart
+
+
+def _only_a_bias(options: dict[str, Any], out_dtype: torch.dtype) -> bool:
+    """Whether all that follows the product is a bias, and the result has two bytes an element."""
+    others = ("gate", "residual", "accumulate_into")
+    if options.get("bias") is None or any(options.get(name) is not None for name in others):
+        return False
+    return (options.get("activation") or "none") == "none" and out_dtype.itemsize == 2
 
 
 def _listed(

@@ -27,6 +27,7 @@ inline constexpr struct {
     {"addend_us", &HopperCost::addend_us},
     {"departing_split_us", &HopperCost::departing_split_us},
     {"outer_us", &HopperCost::outer_us},
+    {"split_per_us", &HopperCost::split_per_us},
 };
 inline constexpr struct {
   const char* name;

@@ -289,7 +289,8 @@ Prepared prepare(const GemmCall& call) {
                         product_of(call),
                         serves_ranks(call.hooks),
                         out.operands.a.major == Major::kOuter,
-                        out.operands.b.major == Major::kOuter};
+                        out.operands.b.major == Major::kOuter,
+                        rounds_alone(call)};
   out.plan = cache.plan(call, demands, residency);
   const GemmPlan& plan = out.plan.gemm;
   out.kernel = find_kernel(plan.tile, call.element, out.operands.a.major, out.operands.b.major);

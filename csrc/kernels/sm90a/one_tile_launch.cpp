@@ -68,11 +68,23 @@ void fill_epilogue(OneTileParams& p, const GemmCall& c) {
   };
   if (c.residual.data != nullptr) add_late(c.residual);
   if (c.accumulate && !p.reduce) add_late(c.out);
-  p.plain = p.out.aligned && bytes_of(c.out.kind) == 2 && !p.gated && p.alpha == 1.0f && p.bias == nullptr &&
-            p.preact.data == nullptr && p.activation == Activation::kNone && p.num_late == 0;
+  p.plain = rounds_alone(c);
+  p.scales = p.alpha != 1.0f || p.bias != nullptr;
+}
+
+// Read two elements at a time.
+bool is_paired(const Matrix& bias) {
+  return bytes_of(bias.kind) == 2 && bias.col_stride == 1 && bias.batch_stride % 2 == 0 &&
+         reinterpret_cast<uintptr_t>(bias.data) % 4 == 0;
 }
 
 }  // namespace
+
+bool rounds_alone(const GemmCall& c) {
+  return bytes_of(c.out.kind) == 2 && output_of(c.out, c.problem).aligned && c.gate.data == nullptr &&
+         c.preact.data == nullptr && c.residual.data == nullptr && !c.accumulate &&
+         c.activation == Activation::kNone && (c.bias.data == nullptr || is_paired(c.bias));
+}
 
 void launch_one_tile(const GemmCall& call, const Operands& operands, const GemmPlan& plan,
                      const KernelInfo& kernel, int64_t clusters, cudaStream_t stream) {

@@ -10,6 +10,10 @@
 
 namespace tpk::sm90a {
 
+// Whether a tile of the call leaves as it is rounded, in whole chunks of 16 bytes, with nothing but alpha and
+// a bias before that.
+bool rounds_alone(const GemmCall& call);
+
 // clusters: of the plan's shape, that run at once where a CTA has a multiprocessor to itself.
 void launch_one_tile(const GemmCall& call, const Operands& operands, const GemmPlan& plan,
                      const KernelInfo& kernel, int64_t clusters, cudaStream_t stream);

@@ -44,8 +44,9 @@ struct OneTileParams {
   int32_t most_units = 1;  // that a CTA finishes
 
   bool gated = false;
-  bool plain = true;    // out = A * B in 2-byte elements and whole chunks of 16 bytes, and nothing else
-  bool reduce = false;  // fp32: out += where it lies
+  bool plain = true;                        // rounds_alone()
+  bool scales = false;                      // plain: alpha or a bias
+  bool reduce = false;                      // fp32: out += where it lies
   ScalarKind out_kind = ScalarKind::kBf16;  // of preact too
   ScalarKind bias_kind = ScalarKind::kBf16;
   Activation activation = Activation::kNone;

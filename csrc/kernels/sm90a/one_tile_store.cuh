@@ -50,6 +50,13 @@ __device__ __forceinline__ int thread_now() {
   return thread;
 }
 
+// Two elements of a plain tile's bias from column `column` of the product on; its rows are whole chunks of 8.
+__device__ __forceinline__ uint32_t bias_pair(const OneTileParams& p, int batch, int column) {
+  if (p.bias == nullptr || column >= p.problem.n) return 0;
+  const char* from = static_cast<const char*>(p.bias) + batch * p.bias_batch_stride;
+  return *reinterpret_cast<const uint32_t*>(from + static_cast<int64_t>(column) * 2);
+}
+
 // A swapped tile: rounded, turned round in shared memory, and out in whole lines.
 template <int kRows, int kN>
 __device__ __forceinline__ void store_swapped(const OneTileParams& p, const OneTileShared& s,
@@ -60,12 +67,26 @@ __device__ __forceinline__ void store_swapped(const OneTileParams& p, const OneT
   const int lane = thread % 32;
   const uint32_t base = staging_of(p, s);
   const ScalarKind kind = p.out_kind;
+  // Of a thread's two rows of wgmma, columns of the product, 8 apart; the one above or below is another's.
+  float bias[2] = {};
+  if (p.scales) {
+    const int first = at.row + thread / 32 * 16 + lane / 8 * 2;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint32_t pair = bias_pair(p, at.batch, first + 8 * i);
+      bias[i] = lane / 4 % 2 == 0 ? unpack_low(p.bias_kind, pair) : unpack_high(p.bias_kind, pair);
+    }
+  }
   named_sync(kConsumersBarrier, 2 * kRows);  // all have read all that lies there
   const uint32_t to = chunk_at(base, kRowBytes, lane / 16 * 8 + lane % 8, thread / 32 * 2 + lane / 8 % 2);
 #pragma unroll
   for (int u = 0; u < kN / kUnit; ++u) {
     float v[8];
     unit_of<kN>(acc, u, v);
+    if (p.scales) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) v[i] = fmaf(p.alpha, v[i], bias[i / 2 % 2]);
+    }
     store_matrix_x4_transposed(to + u * kUnit * kRowBytes, pack(kind, v[0], v[1]), pack(kind, v[2], v[3]),
                                pack(kind, v[4], v[5]), pack(kind, v[6], v[7]));
   }
@@ -104,6 +125,19 @@ __device__ __forceinline__ void store_straight(const OneTileParams& p, const One
   for (int u = 0; u < kN / kUnit; ++u) {
     float v[8];
     unit_of<kN>(acc, u, v);
+    if (p.scales) {
+#pragma unroll
+      for (int i = 0; i < 8; i += 4) {
+        const uint32_t pair = bias_pair(p, at.batch, at.column + u * kUnit + 2 * i + 2 * (lane % 4));
+        const float low = unpack_low(p.bias_kind, pair);
+        const float high = unpack_high(p.bias_kind, pair);
+#pragma unroll
+        for (int j = i; j < i + 4; j += 2) {
+          v[j] = fmaf(p.alpha, v[j], low);
+          v[j + 1] = fmaf(p.alpha, v[j + 1], high);
+        }
+      }
+    }
     store_matrix_x4(to + u * kUnit * 2, pack(kind, v[0], v[1]), pack(kind, v[2], v[3]),
                     pack(kind, v[4], v[5]), pack(kind, v[6], v[7]));
   }

@@ -137,7 +137,7 @@ class TilePlans {
     if (direction_ == Direction::kDeparture) {
       g.plan.predicted_us +=
           departure_us(s, placement_.own_tiles, addends_, running(s),
-                       work_cost(tile_, cluster_, demands_, hopper_cost.get()).part, hopper_cost.get());
+                       work_cost(p_, tile_, cluster_, demands_, hopper_cost.get()).part, hopper_cost.get());
       for (const int64_t position : placement.turns) {
         Schedule& of = g.plan.schedule;
         g.waits_safely = g.waits_safely && of.num_pieces < kMaxPieces && tiles_apart(of, position);
@@ -177,7 +177,7 @@ class TilePlans {
     const auto row_at = row_arrivals(ranks, chunk_arrivals(ranks, p_.k, kCostLink), order.tiles_m, shape_.bm);
     arrivals_ = tile_arrivals(order, row_at);
     if (!waits()) return;
-    const auto [iter, epilogue, part] = work_cost(tile_, cluster_, demands_, hopper_cost.get());
+    const auto [iter, epilogue, part] = work_cost(p_, tile_, cluster_, demands_, hopper_cost.get());
     const double least = fits_l2(p_, hopper_cost.get(), element_bytes(tile_))
                              ? 0
                              : bytes_of_b() / hopper_cost.get().bytes_per_us;
@@ -232,8 +232,8 @@ inline std::optional<WholeTile> rank_one_tile(const Problem& p, TileId tile, Clu
     return std::nullopt;
   }
   const bool outer_columns = is_swapped(tile) ? demands.outer_rows : demands.outer_columns;
-  return WholeTile{one_tile_us(p, tile, cluster, demands.gated, !demands.finishes, outer_columns, clusters,
-                               hopper_cost.get().whole),
+  return WholeTile{one_tile_us(p, tile, cluster, demands.gated, demands.rounds_alone(), outer_columns,
+                               clusters, hopper_cost.get().whole),
                    tile, cluster};
 }
 

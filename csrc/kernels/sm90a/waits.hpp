@@ -23,7 +23,7 @@ struct StepCost {
 
 inline StepCost step_cost(const Problem& p, const Schedule& s, TileId tile, ClusterShape cluster,
                           int64_t running, const Demands& demands, const HopperCost& c) {
-  const auto [iter, epilogue, part] = work_cost(tile, cluster, demands, c);
+  const auto [iter, epilogue, part] = work_cost(p, tile, cluster, demands, c);
   const bool starves = !fits_l2(p, c, element_bytes(tile));
   StepCost out;
   for (int64_t i = 0; i < s.num_pieces; ++i) {
