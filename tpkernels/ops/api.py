@@ -96,7 +96,8 @@ def matmul(
             the pre-activation, if there is an activation; with a gate always both products, which are two of
             the result's size. Where they are kept, path "streamk" computes the two apart, as its kernel cannot
             store them; without gradients, or with False, it computes a gated product in one call.
-        path: "auto", "streamk", "cublas" (CUDA) or "blas" (CPU).
+        path: "auto", "streamk", "cublas" (CUDA) or "blas" (CPU). "auto" is the library, or ours on Hopper where that
+            was measured to be faster as a rule; :func:`tpkernels.explain` tells which, and why.
 
     Returns:
         [..., M, N]. Gradients for a, b, gate, bias and residual, which can be differentiated again.

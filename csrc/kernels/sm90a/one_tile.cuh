@@ -176,10 +176,17 @@ __device__ __forceinline__ bool compute_tiles(const OneTileParams& p, const OneT
     }
     // Only now: registers are scarce beside the sums.
     const OneTilePlace at = p.walks ? place_of_tile<kRows>(p, tile) : first_place<kRows>(p);
-    if (p.swapped) {
-      store_swapped<kRows, kN>(p, s, at, acc);
+    const auto store = [&](auto scales) {
+      if (p.swapped) {
+        store_swapped<kRows, kN, scales>(p, s, at, acc);
+      } else {
+        store_straight<kRows, kN, scales>(p, s, at, acc);
+      }
+    };
+    if (p.scales) {
+      store(std::true_type{});
     } else {
-      store_straight<kRows, kN>(p, s, at, acc);
+      store(std::false_type{});
     }
     if (ring.left == 0) return false;
     tile += clusters_along_x(p);
