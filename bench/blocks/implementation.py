@@ -27,7 +27,7 @@ class Implementation:
 
     Attributes:
         module: holds the parameters.
-        run: a layer: this rank's rows of x [S / world, B, hidden] -> of y. A language model: token ids and
+        run: a layer: what this rank is ``given`` of x -> of y, the same of it. A language model: token ids and
             targets [B, S] -> mean loss.
         parts: what the parameters hold of the dense weights.
         complete: gradients of ``module.parameters()`` as backward leaves them -> whole ones (the norms' are
@@ -42,6 +42,17 @@ class Implementation:
     complete: Callable[[Sequence[Tensor]], list[Tensor]] = _as_they_are
     backward: Callable[[Tensor], object] = _backward
     extra: dict[str, Any] = field(default_factory=dict)
+
+    def given(self, whole: Tensor, rank: int, world: int) -> Tensor:
+        """What this rank is given of x, or of the gradient of y, [S, B, hidden]."""
+        length = whole.shape[0]
+        return whole[rank * length // world : (rank + 1) * length // world].clone()
+
+    def judged(
+        self, y: Tensor, dx: Tensor, gradients: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """y and dx, this rank's rows of them, and by name its parts of the weights' gradients; all ranks call it."""
+        return y, dx, {part.name: part.of(gradients[part.index]) for part in self.parts}
 
     def draw_(self, seed: int) -> None:
         """Set all parameters to their starting values."""

@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from ..suite import Options, Skip, Variant
+from .grid_names import grid_variants
 from .shapes import Layer, Size
 
 if TYPE_CHECKING:
@@ -78,6 +79,12 @@ def variants(options: Options, *, layers: bool = True) -> tuple[Variant, ...]:
             isolated=True,
             time_limit=_COMPILE_SECONDS,
         ),
+        *(
+            Variant(
+                one.variant, "ours", f"tpkernels.nn.grids, {one.method.replace('_', '-')} on {one.grid} ranks"
+            )
+            for one in (grid_variants(options.world) if layers else ())
+        ),
     )
 
 
@@ -107,6 +114,11 @@ def build(what: Layer | Size, variant: str, context: Context, dtype: torch.dtype
         if isinstance(what, Layer):
             return torch_tp.layer(what, context, dtype, mode=mode, styles=styles)
         return torch_tp.language_model(what, context, dtype, mode=mode, styles=styles)
+    on_grid = {one.variant: one for one in grid_variants(context.world)}.get(variant)
+    if on_grid is not None and isinstance(what, Layer):
+        from . import on_grids
+
+        return on_grids.layer(what, on_grid, context, dtype)
     if variant.startswith("ours"):
         kept = variant == _KEPT
         path = "auto" if kept else variant.partition(":")[2] or "auto"

@@ -16,7 +16,7 @@ MIB = 1 << 20
 
 
 def layer_tables(rows: Sequence[Row]) -> list[Table]:
-    """One table for each world and dtype: forward, backward, both, and peak memory."""
+    """One table for each world and dtype: forward, backward, both, peak memory, and what grids send."""
     tables = []
     for groups in split(group_cases(rows, "layer"), lambda g: (g.world, g.dtype)).values():
         noise = noise_floor(groups)
@@ -30,6 +30,7 @@ def layer_tables(rows: Sequence[Row]) -> list[Table]:
                 Column("both, us"),
                 Column(f"× {baseline or 'baseline'}"),
                 Column("peak memory, MiB"),
+                Column("sent by a rank, MiB"),
             ],
             caption=f"×: time of {baseline or 'the baseline'} / time of the variant. {describe_noise(noise)}"
             + describe_never_run(_never_run(groups)),
@@ -44,6 +45,7 @@ def layer_tables(rows: Sequence[Row]) -> list[Table]:
                     table.time(row),
                     _ratio(table, group, row, noise),
                     Cell(number(peak), title=_outside(row), sort=peak),
+                    _sent(row),
                 ]
             )
         tables.append(table.trimmed())
@@ -112,6 +114,12 @@ def _names(group: Group, row: Row) -> list[Cell]:
 def _extra(row: Row, name: str) -> Cell:
     value = row.extra.get(name) if row.status == "ok" else None
     return Cell(number(value), sort=value) if isinstance(value, (int, float)) else Cell(DASH, "muted")
+
+
+def _sent(row: Row) -> Cell:
+    """Forward and backward together; layers on grids alone count it."""
+    sent = row.extra.get("sent_bytes") if row.status == "ok" else None
+    return Cell(number(sent / MIB), sort=sent) if sent else Cell("")
 
 
 def _ratio(table: Table, group: Group, row: Row, noise: Noise | None) -> Cell:

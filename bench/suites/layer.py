@@ -17,6 +17,7 @@ the layer in float64 (:mod:`..blocks.reference`), in pieces of 128 columns of a 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -76,7 +77,7 @@ class LayerSuite(Suite):
         return variants(options)
 
     def cases(self, options: Options) -> Sequence[Case]:
-        """Parts of models at numbers of tokens (two sequences where even, else one), in every dtype."""
+        """Parts of models at numbers of tokens (two sequences where even, of 8 ranks four), in every dtype."""
         small = options.small or options.device == "cpu"
         models = options.models or (("tiny",) if small else _DEFAULT_MODELS)
         parts = options.ops or PARTS
@@ -99,7 +100,8 @@ class LayerSuite(Suite):
 
     @staticmethod
     def _case(part: str, model: str, rows: int, dtype: str, world: int) -> Case:
-        batch = 2 if rows % 2 == 0 else 1
+        # Grids of eight ranks cut the sequences in four.
+        batch = math.gcd(rows, 4 if world % 8 == 0 else 2)
         layer = Layer(part, _MODELS[model], Tokens(batch, rows // batch))
         m = layer.model
         return Case(

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..blocks.implementation import Implementation
 from ..blocks.judge import allowed, worst
+from ..blocks.on_grids import count_traffic
 from ..blocks.reference import inputs, layer_reference
 from ..blocks.shapes import INPUTS, misfit
 from ..blocks.variants import COMPILED, FUSING, build
@@ -46,16 +47,28 @@ class LayerWorkload(Workload):
         ]
         if context.cuda:
             torch.cuda.empty_cache()  # collectives allocate beside torch's cache
-        mine = slice(rank * self.layer.tokens.seq // world, (rank + 1) * self.layer.tokens.seq // world)
-        batches = [
-            [t[mine].clone() for t in inputs(shape, seed, dtype, device, which)] for which in range(INPUTS)
-        ]
         matrices = sum(a * b for a, b in (s for s in self.layer.weights.values() if len(s) == 2))
-        set_bytes = self.dtype.itemsize * (2 * matrices // world + 4 * batches[0][0].numel())
+        tokens = shape.tokens.count * shape.model.hidden // world
         # Weights are shared by all sets, as they are by the calls of a training run.
-        copies = context.copies(set_bytes, at_least=INPUTS)
-        self.sets = [
-            (x.clone().requires_grad_(), dy.clone()) for x, dy in (batches[i % INPUTS] for i in range(copies))
+        self.copies = context.copies(
+            self.dtype.itemsize * (2 * matrices // world + 4 * tokens), at_least=INPUTS
+        )
+
+    def sets(self, implementation: Implementation) -> list[tuple[Tensor, Tensor]]:
+        """x and the gradient of y, as this rank is given them, of every buffer set."""
+        rank, world = self.context.rank, self.context.world
+        batches = [
+            [
+                implementation.given(t, rank, world)
+                for t in inputs(self.layer, self.seed, self.dtype, self.context.device, which)
+            ]
+            for which in range(INPUTS)
+        ]
+        if self.context.cuda:
+            torch.cuda.empty_cache()
+        return [
+            (x.clone().requires_grad_(), dy.clone())
+            for x, dy in (batches[i % INPUTS] for i in range(self.copies))
         ]
 
     def prepare(self, variant: str) -> Runnable:
@@ -69,9 +82,10 @@ class LayerWorkload(Workload):
         calls.forward(0)
         if variant in FUSING:
             _count_fused(calls)
+        count_traffic(implementation, lambda: calls.launch(0))
         return Runnable(
             launch=calls.launch,
-            copies=len(self.sets),
+            copies=self.copies,
             check=calls.check,
             poison=calls.poison,
             parts={"forward": calls.forward},
@@ -92,12 +106,13 @@ class _Calls:
         self.workload = workload
         self.implementation = implementation
         self.parameters = list(implementation.module.parameters())
-        self.results: list[list[Tensor] | None] = [None] * len(
-            workload.sets
-        )  # y, dx, gradients of the parameters
+        self.sets = workload.sets(implementation)
+        self.results: list[list[Tensor] | None] = [
+            None
+        ] * workload.copies  # y, dx, gradients of the parameters
 
     def launch(self, i: int) -> None:
-        x, dy = self.workload.sets[i]
+        x, dy = self.sets[i]
         y = self.implementation.run(x)
         dx, *gradients = torch.autograd.grad(y, (x, *self.parameters), dy)
         # Kept until the next call on this set has its own: the memory of a call includes its results.
@@ -105,7 +120,7 @@ class _Calls:
 
     @torch.no_grad()
     def forward(self, i: int) -> None:
-        local(self.implementation.run(self.workload.sets[i][0]))
+        local(self.implementation.run(self.sets[i][0]))
 
     def poison(self) -> None:
         for tensors in self.results:
@@ -117,13 +132,13 @@ class _Calls:
         for i, tensors in enumerate(self.results):
             if tensors is None:
                 continue
-            y, dx, *gradients = tensors
+            y, dx, gradients = self.implementation.judged(tensors[0], tensors[1], tensors[2:])
             reference = self.workload.references[i % INPUTS]
             found[f"{i} y"] = (y, reference.y, None)
             found[f"{i} dx"] = (dx, reference.dx, None)
             for part in self.implementation.parts:
                 rows, want = reference.weights[part.name]
-                found[f"{i} gradient of {part.name}"] = (part.of(gradients[part.index]), want, rows)
+                found[f"{i} gradient of {part.name}"] = (gradients[part.name], want, rows)
         error, name = worst(found)
         self.implementation.extra["largest_error"] = name.partition(" ")[2]
         return Check(error, allowed(self.workload.dtype, self.workload.context.world))

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from bench.blocks import dense, shapes
+from bench.blocks.grid_names import grid_variants
 from bench.blocks.judge import allowed, allowed_gradient, allowed_piece, worst, worst_whole
 from bench.blocks.peaks import data_sheet_tflops
 from bench.blocks.reference import inputs, layer_reference, sampled
@@ -90,6 +91,36 @@ def test_variants_of_both_devices() -> None:
         assert slow == {"torch-tp-compiled", "torch-tp-async", "ours-styles-compiled", "ours-async-tp"}
         # torch's operations are ours in that process.
         assert [v.name for v in suite.variants(Options()) if v.isolated] == ["ours-async-tp"]
+
+
+@pytest.mark.parametrize(
+    ("world", "grids"),
+    [
+        (1, {}),
+        (2, {}),
+        (4, {"ours-2d": "2 x 2", "ours-spatial-temporal": "2 x 2"}),
+        (8, {"ours-2.5d": "2 x 2 x 2", "ours-3d": "2 x 2 x 2"}),
+        (9, {"ours-2d": "3 x 3"}),
+        (12, {"ours-2.5d": "2 x 2 x 3"}),
+        (16, {"ours-2d": "4 x 4", "ours-2.5d": "2 x 2 x 4", "ours-spatial-temporal": "4 x 4"}),
+        (27, {"ours-2.5d": "3 x 3 x 3", "ours-3d": "3 x 3 x 3"}),
+    ],
+)
+def test_grids_that_ranks_fill(world: int, grids: dict[str, str]) -> None:
+    assert {one.variant: one.grid for one in grid_variants(world)} == grids
+    names = [v.name for v in LAYER.variants(Options(world=world))]
+    assert set(grids) == set(names) - {v.name for v in LAYER.variants(Options())}
+
+
+def test_grids_of_eight_get_four_sequences() -> None:
+    batches = {
+        world: [
+            int(c.params["batch"])
+            for c in LAYER.cases(Options(world=world, rows=(96, 49, 50), ops=("mlp",), models=("tiny",)))
+        ]
+        for world in (2, 4, 8)
+    }
+    assert batches == {2: [2, 1, 2], 4: [2, 1, 2], 8: [4, 1, 2]}
 
 
 def test_listing_imports_no_torch() -> None:

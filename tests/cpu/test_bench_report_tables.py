@@ -174,6 +174,13 @@ def test_layer_and_train_tables():
     assert table.notes == ["torch._dynamo.exc.Unsupported: <flash | attention>"]
     assert "&lt;flash \\| attention>" in table.markdown()
 
+    assert "sent by a rank, MiB" not in ours, "nobody told"
+    rows = samples.layer_rows()
+    on_grid = dataclasses.replace(rows[0], variant="ours-2d", role="ours", extra={"sent_bytes": 3 << 19})
+    _, table = suite_tables([*rows, on_grid], "layer")
+    sent = {line[1].text: texts(table, i)["sent by a rank, MiB"] for i, line in enumerate(table.rows)}
+    assert sent["ours-2d"] == "1.50" and set(sent.values()) == {"", "1.50"}
+
     (table,) = suite_tables(samples.train_rows(), "train")
     assert texts(table)["variant"] == "nccl+cublas"
     assert texts(table)["× nccl+cublas"] == "1"

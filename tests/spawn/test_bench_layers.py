@@ -97,6 +97,48 @@ def test_layers_are_right(two_ranks: RankPool, part: str, model: str, dtype: str
             assert 0 < ratio < 1, f"{name}: {ratio}"
 
 
+@pytest.mark.parametrize(
+    ("world", "models", "names"),
+    [
+        (4, ("tiny", "tiny-biases"), ["ours-2d", "ours-spatial-temporal"]),
+        (8, ("plain", "gated-biases"), ["ours-2.5d", "ours-3d"]),
+    ],
+)
+def test_layers_on_grids_are_right(world: int, models: tuple[str, str], names: list[str]) -> None:
+    """Judged by the same reference as the others; bytes and buffers are told."""
+    rows = 16 * world
+    with RankPool(world, "gloo", timeout=240.0) as pool:
+        for part, model in (("block", models[0]), ("attention", models[1]), ("mlp", models[1])):
+            options = {"ops": (part,), "models": (model,), "rows": (rows,), "seed": 5}
+            for ratios in pool.run(check_variants, LAYER, names, options, timeout=240.0):
+                assert set(ratios) == set(names)
+                assert all(0 < ratio < 1 for ratio in ratios.values()), (part, model, ratios)
+        given: dict[str, Any] = {"models": models[:1], "rows": (rows,)}
+        moved = pool.run(traffic_of, names[0], given)
+        assert all(row["sent_bytes"] > 0 and row["buffer_elements"] > 0 for row in moved)
+        assert sum(row["sent_bytes"] for row in moved) == sum(row["received_bytes"] for row in moved)
+        errors = pool.run(tamper_weight, LAYER, names[0], given)
+        assert max(errors) > 1, "a wrong weight of one rank is seen"
+
+
+def traffic_of(ctx: RankContext, variant: str, options: dict[str, Any]) -> dict[str, int]:
+    """What a call moves, from the row."""
+    extra = workload_of(ctx, LAYER, ops=("mlp",), **options).prepare(variant).extra
+    return {key: extra[key] for key in ("sent_bytes", "received_bytes", "buffer_elements")}
+
+
+def misfit(ctx: RankContext) -> str:
+    layer_module._MODELS["wide-4"] = replace(WIDE_HEADS, kv_heads=4)
+    with pytest.raises(Skip) as found:
+        workload_of(ctx, LAYER, ops=("attention",), models=("wide-4",)).prepare("ours-2d")
+    return str(found.value)
+
+
+def test_what_a_grid_has_not_is_skipped() -> None:
+    with RankPool(4, "gloo", timeout=120.0) as pool:
+        assert set(pool.run(misfit)) == {"attention on grids has heads of hidden / heads elements"}
+
+
 def test_training_is_right(two_ranks: RankPool) -> None:
     for dtype in ("float32", "bfloat16"):
         for ratios in two_ranks.run(check_variants, TRAIN, None, {"dtypes": (dtype,)}):
@@ -153,9 +195,11 @@ def test_what_cannot_run_says_why(two_ranks: RankPool) -> None:
         assert odd == "2 ranks cannot share 49 tokens of a sequence evenly"
 
 
-def tamper_weight(ctx: RankContext, suite: Suite, variant: str) -> float:
+def tamper_weight(
+    ctx: RankContext, suite: Suite, variant: str, options: dict[str, Any] | None = None
+) -> float:
     """The same calls with one row of a weight of rank 1 too large by a tenth."""
-    workload = workload_of(ctx, suite, ops=("block",))
+    workload = workload_of(ctx, suite, ops=("block",), **(options or {}))
     calls = workload.prepare(variant).launch.__self__  # type: ignore[attr-defined]
     implementation = calls.implementation
     part = next(p for p in implementation.parts if p.name.endswith("up_proj.weight"))
