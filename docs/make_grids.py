@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tpkernels.grids import (
+    Cluster,
     Layout,
+    Level,
     Method,
     Pass,
     Sizes,
@@ -30,6 +32,7 @@ from tpkernels.grids import (
     grid_2p5d,
     grid_3d,
     grid_spatial_temporal,
+    predict,
     row_parallel,
     spatial_temporal,
     summa,
@@ -244,9 +247,44 @@ def table() -> str:
     return "\n".join(lines)
 
 
+# Described, not measured as a whole: a rank multiplies at 650 TFLOP/s; NVLink as `bench link` measured it between two
+# H200; a network card of 400 Gbit/s for each GPU.
+CLUSTER = Cluster(6.5e8, (Level("NVLink", 8, 3.8e5, 4.9), Level("network", 1 << 14, 5.0e4, 10.0)))
+
+
+def predicted_ms(row: Row, tokens: int, fused: bool) -> float:
+    """Of one MLP, forward and backward."""
+    shapes = Sizes(tokens, HIDDEN, 4 * HIDDEN), Sizes(tokens, 4 * HIDDEN, HIDDEN)
+    return sum(
+        predict(method, program, sizes, CLUSTER, fused=fused).us / 1e3
+        for method, sizes in zip(row.layers, shapes, strict=True)
+        for program in (forward(method), backward(method))
+    )
+
+
+def times() -> str:
+    """Milliseconds of one MLP, predicted, by method, ranks and tokens."""
+    lines = ["| ranks | method | " + " | ".join(f"{t:,} tokens" for t in TOKENS) + " |"]
+    lines.append("|" + " --- |" * (2 + len(TOKENS)))
+    for world in (4, 8, 16, 64):
+        # One dimension on path "fused", and not; the others overlap by themselves.
+        ways = [(row, False) for row in rows(world)]
+        ways.insert(1, (ways[0][0], True))
+        told = [[predicted_ms(row, t, fused) for t in TOKENS] for row, fused in ways]
+        best = [min(column) for column in zip(*told, strict=True)]
+        for (row, fused), line in zip(ways, told, strict=True):
+            cells = [
+                f"**{ms:.1f}**" if ms == least else f"{ms:.1f}" for ms, least in zip(line, best, strict=True)
+            ]
+            lines.append(f"| {world} | {row.name}{', fused' if fused else ''} | " + " | ".join(cells) + " |")
+        alone = [2 * 3 * 2 * t * HIDDEN * 4 * HIDDEN / world / CLUSTER.flops_per_us / 1e3 for t in TOKENS]
+        lines.append(f"| {world} | *products alone* | " + " | ".join(f"{ms:.1f}" for ms in alone) + " |")
+    return "\n".join(lines)
+
+
 def made() -> dict[str, str]:
     """What the script writes into the page, by the name behind ``<!-- made:``."""
-    found = {"table": table()}
+    found = {"table": table(), "times": times()}
     for name, text in captions().items():
         found[f"figure {name}"] = f"![{text}](grids/{name}.svg)\n\n*{text}*"
     return found

@@ -8,6 +8,7 @@
     program         what the ranks do, step by step, derived from a method
     collectives     what exchanges are called, and what each step asks of compute and links
     volume          bytes and memory: counted, and as closed formulas
+    timing          how long a program takes on a described cluster
 
 None of that needs a process group, or torch. What does is not imported here:
 
@@ -42,13 +43,16 @@ from tpkernels.grids.spans import Span, part
 from tpkernels.grids.spatial_temporal import spatial_temporal
 from tpkernels.grids.summa import summa
 from tpkernels.grids.three_d import three_d
+from tpkernels.grids.timing import Cluster, Level, Timing, predict
 from tpkernels.grids.volume import Memory, at_rest, formula, peak
 
 __all__ = [
     "Block",
+    "Cluster",
     "Collective",
     "Grid",
     "Layout",
+    "Level",
     "Load",
     "Memory",
     "Message",
@@ -57,6 +61,7 @@ __all__ = [
     "Program",
     "Sizes",
     "Span",
+    "Timing",
     "Work",
     "at_rest",
     "backward",
@@ -74,6 +79,7 @@ __all__ = [
     "messages",
     "part",
     "peak",
+    "predict",
     "row_parallel",
     "rows_over",
     "sent_elements",
