@@ -6,11 +6,15 @@ With q x q ranks at each of d depths, the rank (r, c, p) has
     Y, dY    the same of the output features
     W, dW    input features r of q, output features c of q: the same at every depth
 
-and multiplies x[r, s] with w[s, c] at step s, in all three passes:
+and multiplies x[r, s] with w[s, c] for every s of q, one a step, in all three passes:
 
-    FORWARD       x from (r, s), w from (s, c); Y stays
-    INPUT_GRAD    w from (s, c); the sum over row r is dX of (r, s)
-    WEIGHT_GRAD   x from (r, s); the sum over column c is dW of (s, c), and then over depths
+    FORWARD       x from (r, s), w from (s, c); Y stays           s = r + c + step
+    INPUT_GRAD    w from (s, c); the sum over row r is dX of (r, s)            s = r + step
+    WEIGHT_GRAD   x from (r, s); the sum over column c is dW of (s, c), and then over depths    s = c + step
+
+The papers have s = step, where one rank of each line sends its block to all the others, whose links idle. Here every
+line begins at another s, so that at each step a rank sends one block and gets one: as many in all, and no broadcast.
+Sums are of one s in a whole line, and have to be.
 
 Without the last sum each depth would have the gradient of its own rows. It is made as an all-reduce is: every depth
 sums a slice, then gathers the others.
@@ -41,7 +45,9 @@ def summa(grid: Grid) -> Method:
         return part(at[0], q) if d == 1 else part(at[2] * q + at[0], d * q)
 
     def work(kind: Pass, at: Coordinates, step: int) -> Work:
-        return Work(rows(at), part(step, q), part(at[1], q))
+        row, column = at[:2]
+        first = {Pass.FORWARD: row + column, Pass.INPUT_GRAD: row, Pass.WEIGHT_GRAD: column}[kind]
+        return Work(rows(at), part((first + step) % q, q), part(column, q))
 
     def tokens(*at: int) -> tuple[Span, Span]:
         return rows(at), part(at[1], q)
