@@ -135,7 +135,7 @@ def test_every_iteration_of_every_tile_once(
 def test_the_workers_that_are_looked_at_tell_of_all(m: int, n: int, k: int, schedule: str, sms: int) -> None:
     """Seven workers stand for all: the longest is missed by two granules, or runs of min_iters, at most."""
     bare = {name: 0.0 if "iter_us" not in name else cost for name, cost in _host.hopper_cost().items()}
-    bare |= {"bytes_per_us": 1e30, "l2_bytes": 1e30}
+    bare |= {"bytes_per_us": 1e30, "l2_bytes": 1e30, "split_per_us": 1e30}
     for found in _host.hopper_plans(m, n, k, schedule=schedule, splits=3, multiprocessors=sms):
         if "s/" in found.tile or "w/" in found.tile:
             continue  # has a model of its own
