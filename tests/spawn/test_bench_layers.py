@@ -310,7 +310,7 @@ def test_inputs_differ_and_every_set_is_judged(two_ranks: RankPool) -> None:
 def one_set_wrong(ctx: RankContext) -> list[float]:
     workload = workload_of(ctx, LAYER, ops=("mlp",))
     calls = workload.prepare("ours").launch.__self__  # type: ignore[attr-defined]
-    sets = workload.sets  # type: ignore[attr-defined]
+    sets = calls.sets
     for i, (x, dy) in enumerate(sets):
         others = [s for j, s in enumerate(sets) if j != i]
         assert all((x - s[0]).abs().mean() > 0.5 and (dy - s[1]).abs().mean() > 0.5 for s in others)
