@@ -45,7 +45,7 @@ GemmPlan old_choice(const Problem& p, const std::string& schedule, const Demands
         double us = predict_us(p, s, tile, kClusterShapes[c], running, demands, kCostHopper);
         if (ranks.direction == Direction::kDeparture) {
           us += departure_us(s, placement.own_tiles, ranks.rows.world - 1, running,
-                             work_cost(tile, kClusterShapes[c], demands, kCostHopper).part, kCostHopper);
+                             work_cost(p, tile, kClusterShapes[c], demands, kCostHopper).part, kCostHopper);
         }
         if (best.plan.predicted_us >= 0 && us >= best.plan.predicted_us) return;
         best.tile = tile;
