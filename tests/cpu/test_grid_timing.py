@@ -98,6 +98,19 @@ def test_hosts_are_crossed_once(method: Method) -> None:
             assert len(set(load)) == 1, "no rank's network card has more to do than another's"
 
 
+def test_a_gathered_sum_crosses_once_too() -> None:
+    """2.5-D's dW: depths in hosts of their own; the second half of the all-reduce copies, and adds nothing."""
+    method = summa(grid_2p5d(16, 4))
+    halves = [e for e in backward(method).exchanges if e.source.buffer.startswith("dW/")]
+    cluster = Cluster(1000.0, (Level("NVLink", 2, 100.0, 2.0), Level("network", 16, 10.0, 5.0)))
+    for exchange in halves:
+        legs = list(_legs(exchange, cluster, *SIZES.of("dW")))
+        across = [leg for leg in legs if cluster.level_of(*leg[:2]) == 1]
+        direct = [m for m in exchange.messages if cluster.level_of(m.source, m.target) == 1]
+        assert len(legs) == sum(m.source != m.target for m in exchange.messages)
+        assert len(across) * 2 == len(direct)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

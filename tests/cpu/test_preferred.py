@@ -30,7 +30,8 @@ x = torch.empty(2, 2)
     ],
 )
 def test_what_is_preferred(product: _plans.Product, epilogue: _gemm.Epilogue, expected: str | None) -> None:
-    reason = _preferred.why_ours(product, HOPPER, epilogue)
+    few = product is not WIDE
+    reason = _preferred.why_ours(product, HOPPER, epilogue, few_tiles=few)
     assert reason is None if expected is None else reason is not None and expected in reason
 
 
@@ -56,6 +57,9 @@ def test_a_choice_stays_where_it_was_made(monkeypatch: pytest.MonkeyPatch) -> No
     def gemm(choice: Choice, out_dtype: torch.dtype = torch.bfloat16) -> str:
         return _preferred.choose(choice, a, b, _gemm.PLAIN, out_dtype).gemm
 
+    monkeypatch.setattr(_plans, "_multiprocessors", lambda _: 132)
+    assert _plans.has_few_tiles(512, 512, a.device) and _plans.has_few_tiles(131 * 128, 128, a.device)
+    assert not _plans.has_few_tiles(131 * 128 + 1, 128, a.device)
     monkeypatch.setattr(_plans, "machine_of", lambda *_: HOPPER)
     assert gemm(opened) == "streamk" and _preferred.choose(opened, a, b, _gemm.PLAIN, a.dtype).open
     assert gemm(Choice("cublas", "asked for")) == "cublas"

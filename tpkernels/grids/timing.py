@@ -12,7 +12,7 @@ product of gathered blocks, its exchanges lie in front of it and behind it; ``fu
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -150,16 +150,18 @@ def _legs(exchange: Exchange, cluster: Cluster, rows: int, columns: int) -> Iter
     does among its own, which gives it to the others; addends for one rank are added up in the same way before they
     cross. So do collectives that know of hosts.
     """
+    arrivals = Counter((m.target, m.rows, m.columns) for m in exchange.messages)
+    sums = max(arrivals.values(), default=0) > 1  # several addends of a block, not copies of one
     several: dict[tuple[int, Span, Span, int, int], list[Message]] = defaultdict(list)
     for m in exchange.messages:
         if m.source != m.target:
             outer = cluster.level_of(m.source, m.target)
             inside = cluster.levels[outer - 1].ranks if outer > 0 else 1
-            one, other = (m.target, m.source) if exchange.result else (m.source, m.target)
+            one, other = (m.target, m.source) if sums else (m.source, m.target)
             several[one, m.rows, m.columns, outer, other // inside].append(m)
     for (one, _, _, outer, _), group in several.items():
         elements = group[0].elements(rows, columns)
-        others = [m.source if exchange.result else m.target for m in group]
+        others = [m.source if sums else m.target for m in group]
         if outer == 0:
             legs = [(one, other) for other in others]
         else:
@@ -167,4 +169,4 @@ def _legs(exchange: Exchange, cluster: Cluster, rows: int, columns: int) -> Iter
             door = min(others, key=lambda p, at=one % inside: (p % inside != at, p))  # type: ignore[misc]
             legs = [(one, door), *((door, other) for other in others if other != door)]
         for sender, receiver in legs:
-            yield (receiver, sender, elements) if exchange.result else (sender, receiver, elements)
+            yield (receiver, sender, elements) if sums else (sender, receiver, elements)

@@ -194,9 +194,7 @@ def _may_round_first(a: Tensor, b: Tensor, e: Epilogue) -> bool:
     """
     if e.bias is None or a.dtype == accumulate_dtype(a.dtype):
         return False
-    rows, columns = math.prod(a.shape[:-1]), b.shape[-1]
-    tiles = math.ceil(rows / 128) * math.ceil(columns / 128)
-    return tiles < _plans.machine_of(a.device.type, a.device).multiprocessors
+    return _plans.has_few_tiles(math.prod(a.shape[:-1]), b.shape[-1], a.device)
 
 
 def _one_cublas_call(a: Tensor, b: Tensor, e: Epilogue) -> Tensor | None:

@@ -52,7 +52,7 @@ def _implementation(
     epilogue = _gemm.Epilogue(gate, bias, residual, alpha, activation)
     operands = signature(a), signature(b), signature(gate), signature(bias), signature(residual)
     kept = return_preact and gate is not None  # two products, which our kernel makes one after the other
-    suits = not kept and _preferred.suits(a, b, gate)
+    suits = path == "auto" and not kept and _preferred.suits(a, b, gate)
 
     def decide() -> tuple[torch.dtype, _paths.Choice, str]:
         dtype = _validate(a, b, epilogue, out_dtype)

@@ -6,6 +6,8 @@ Nothing here needs a GPU. ``architecture`` is what torch.ops.tpkernels.streamk_p
 
 from __future__ import annotations
 
+import functools
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -106,6 +108,16 @@ CUBLAS_H100 = CublasEstimate()
 # Beside its launch. Shorter products take the Hopper kernel less time than cuBLAS: 134 of the sweep's 1,000, where it
 # is at 1.21x its speed in the mean and 0.97x at worst (``python -m bench fit-auto``).
 SHORT_US = 0.7
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def has_few_tiles(rows: int, columns: int, device: torch.device) -> bool:
+    """Whether a product has fewer tiles of 128 x 128 than the CUDA device has multiprocessors: cuBLAS may split K."""
+    return math.ceil(rows / 128) * math.ceil(columns / 128) < _multiprocessors(device)
 
 
 def may_use_tf32(dtype: torch.dtype) -> bool:
