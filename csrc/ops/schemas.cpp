@@ -238,8 +238,8 @@ STABLE_TORCH_LIBRARY(tpkernels, m) {
   // "float16", "float32", "tf32" (float32 with allow_tf32) or "float64"; "cuda" is the kernel that the dtype
   // gets on Hopper. The CPU's plans are the same for all. collective: of a rank's part of
   // fused_all_gather_matmul, fused_matmul_reduce_scatter or fused_matmul_all_reduce (named without fused_),
-  // as rows of every rank, shard_rows, come or go. out_bytes: of an element of its result. Other kernels know
-  // no ranks. biased: all that finishes is a bias, which whole tiles of the Hopper kernel add on the way.
+  // as rows of every rank, shard_rows, come or go. Other kernels know no ranks. out_bytes: of an element of
+  // the result. biased: all that finishes is a bias, which whole tiles of the Hopper kernel add on the way.
   m.def(
       "streamk_plan(int batch, int m, int n, int k, str device, str schedule='auto', int workers=0, "
       "int splits=1, int multiprocessors=0, str tile='', bool gated=False, bool finishes=False, "
@@ -248,8 +248,8 @@ STABLE_TORCH_LIBRARY(tpkernels, m) {
   // Tiles of the Hopper kernel whose CTAs take whole ones, as many as streamk_plan looks at: names, cheapest
   // first.
   m.def(
-      "streamk_whole_tiles(int batch, int m, int n, int k, int multiprocessors=0, bool gated=False) -> "
-      "str[]");
+      "streamk_whole_tiles(int batch, int m, int n, int k, int multiprocessors=0, bool gated=False, "
+      "int out_bytes=2) -> str[]");
   // Constants of the cost models that plans are made with, as text: host/cost_text.hpp. device: "cpu",
   // "sm90", or of the portable kernel "sm80" or "sm90-portable". set_plan_cost with "": those that the
   // library came with. sm90a_set_cost and sm80_set_cost are the same for launches of _C_sm90a and _C_sm80,

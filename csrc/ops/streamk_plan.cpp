@@ -165,6 +165,8 @@ std::tuple<std::string, std::vector<int64_t>, double> streamk_plan(
   }();
   tpk::sm90a::Demands demands{gated, gated || finishes, outer_major, 1, product_of(device)};
   if (biased) demands.rounds = true;
+  demands.wide = out_bytes == 4;
+  if (demands.wide) demands.rounds = false;
   const auto plan_of = [&](int64_t of_m, int64_t matrices, const tpk::GroupedRows* groups) {
     demands.matrices = matrices;
     return find({of_m, n, k, batch}, element, device, schedule, workers, splits, multiprocessors, tile,
@@ -198,14 +200,15 @@ std::tuple<std::string, std::vector<int64_t>, double> streamk_plan(
 }
 
 std::vector<std::string> streamk_whole_tiles(int64_t batch, int64_t m, int64_t n, int64_t k,
-                                             int64_t multiprocessors, bool gated) {
+                                             int64_t multiprocessors, bool gated, int64_t out_bytes) {
   TPK_REQUIRE(batch >= 0 && m >= 0 && n >= 0 && k >= 0 && multiprocessors >= 0,
               "streamk_whole_tiles: batch, m, n, k and multiprocessors must not be negative, but they are ",
               batch, ", ", m, ", ", n, ", ", k, " and ", multiprocessors, ".");
   const auto residency = tpk::sm90a::full_residency(multiprocessors > 0 ? multiprocessors : 132);
+  tpk::sm90a::Demands demands{gated, gated};
+  demands.wide = out_bytes == 4;
   std::vector<std::string> names;
-  for (const auto& g :
-       tpk::sm90a::candidates({m, n, k, batch}, "auto", 0, 1, "", {gated, gated}, residency)) {
+  for (const auto& g : tpk::sm90a::candidates({m, n, k, batch}, "auto", 0, 1, "", demands, residency)) {
     if (is_one_tile(g.tile)) names.push_back(name(g.tile, g.cluster));
   }
   return names;

@@ -278,6 +278,24 @@ def test_names_of_tiles_are_those_of_the_kernel():
         torch.ops.tpkernels.streamk_whole_tiles(1, -1, 512, 512)
 
 
+def test_few_long_sums_in_float32_are_cut():
+    """What is cut among eight CTAs at most adds up errors that a result of 4 bytes shows."""
+    machine = _plans.Machine("sm90")
+    for size in ((1, 256, 256, 65536), (1, 1000, 128, 20000)):
+        product = _plans.Product(*size)
+        assert _plans.plan(product, machine)["suffix"]  # in 16 bits: whole tiles
+        wide = product._replace(out_bytes=4)
+        chosen = _plans.plan(wide, machine)
+        assert chosen["partial_tiles"] > 0 or size[3] / chosen["cluster"][2] <= 4096
+        tiles = [name for name in _plans.tiles_of(wide, machine) if _plans.is_whole(name)]
+        cuts = [_plans.plan(wide, machine, tile=name)["cluster"] for name in tiles]
+        assert all(len(cut) == 3 and size[3] / cut[2] <= 4096 for cut in cuts)
+        name = "64x64x64w/1x1x8"  # may be asked for, nevertheless
+        assert _plans.tile_name(_plans.plan(wide, machine, tile=name), machine) == name
+    full = _plans.Product(1, 2048, 2048, 16384, out_bytes=4)  # no multiprocessor is free to cut it
+    assert any(_plans.is_whole(name) for name in _plans.tiles_of(full, machine))
+
+
 def test_the_product_that_is_preferred():
     """Pure: asked for hardware that is not here. The estimate is a roofline of 132 multiprocessors."""
     large, hopper = _plans.Product(1, 8192, 8192, 8192), _plans.Machine("sm90", 132)

@@ -64,9 +64,9 @@ class Product(NamedTuple):
     gated: a gate [k, n] beside the right factor, in one call of Stream-K. finishes: bias, residual, activation, a
     stored pre-activation, or sums into the output follow (so they do where it is gated). outer_major: K is contiguous
     in neither factor. group_sizes: of a grouped product, as many factors [k, n] for m rows in all. dtype: of the
-    factors, as torch.ops.tpkernels.streamk_plan names it. collective, shard_rows, rank and
-    out_bytes: of a rank's part of that fused operation, whose rows, of every rank, come or go, and of an element of
-    the result; the Hopper kernel alone has such plans. biased: a bias is all that finishes.
+    factors, as torch.ops.tpkernels.streamk_plan names it. collective, shard_rows and rank: of a rank's part of that
+    fused operation, whose rows, of every rank, come or go; the Hopper kernel alone has such plans. out_bytes: of an
+    element of the result. biased: a bias is all that finishes.
     """
 
     batch: int
@@ -209,7 +209,9 @@ def tiles_of(product: Product, machine: Machine) -> list[str]:
         names = tuple(name for name in names if int(name.split("x")[1]) % 128 == 0)
     if product.group_sizes or product.collective:
         return list(names)
-    whole = torch.ops.tpkernels.streamk_whole_tiles(*product[:4], machine.multiprocessors, product.gated)
+    whole = torch.ops.tpkernels.streamk_whole_tiles(
+        *product[:4], machine.multiprocessors, product.gated, product.out_bytes
+    )
     return [*names, *whole]
 
 

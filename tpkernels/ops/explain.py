@@ -178,6 +178,7 @@ def explain(op: str, a: Any, b: Any, group: _groups.GroupLike = None, **options:
     if operand.dtype not in _paths.STREAMK_DTYPES.get(device, ()):
         return Explanation(op, name, sizes, choice.why, wire, transfers=transfers)
     product = _product(whole, weight, _follows(op, operand, weight, options))
+    product = product._replace(out_bytes=out.element_size())
     if op == "grouped_matmul":
         product = product._replace(batch=1, m=whole.shape[0], group_sizes=sizes_of_groups)
     if op in _LOCAL:  # the others gather or keep rows of K
@@ -187,7 +188,7 @@ def explain(op: str, a: Any, b: Any, group: _groups.GroupLike = None, **options:
         product = product._replace(dtype=_plans.dtype_name(operand.dtype))
     if members is not None and prefix == f"{_paths.FUSED}+" and way is None and op in described.OPS:
         product = product._replace(
-            collective=op, shard_rows=tuple(rows), rank=members.rank, out_bytes=out.element_size()
+            collective=op, shard_rows=tuple(rows), rank=members.rank
         )
     machine = _plans.machine_of(device, operand.device, product.dtype)
     plans = _plans.candidates(product, machine)

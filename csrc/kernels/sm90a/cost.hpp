@@ -22,6 +22,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <compare>
 #include <cstdint>
 #include <optional>
 
@@ -141,8 +142,10 @@ struct Demands {
   bool outer_rows = false;     // A is outer-major
   bool outer_columns = false;  // B is
   std::optional<bool> rounds;  // rounds_alone() of the call, where it is known
+  bool wide = false;           // results in float32, which show how sums were made
   // Whether whole tiles leave as they are rounded.
   bool rounds_alone() const { return rounds.value_or(!finishes); }
+  auto operator<=>(const Demands&) const = default;
 };
 
 // What a worker's work is made of.

@@ -141,14 +141,7 @@ class DeviceCache {
             call.multiprocessors,
             call.workers,
             call.splits,
-            demands.gated,
-            demands.finishes,
-            demands.outer_major,
-            static_cast<int>(demands.product),
-            demands.keeps_rows,
-            demands.outer_rows,
-            demands.outer_columns,
-            demands.rounds_alone(),
+            demands,
             ranks.key() + (call.groups != nullptr ? call.groups->key() : ""),
             std::string(call.schedule),
             std::string(call.tile),
@@ -186,9 +179,8 @@ class DeviceCache {
   }
 
  private:
-  using Key =
-      std::tuple<int64_t, int64_t, int64_t, int64_t, int, int, int64_t, int64_t, bool, bool, bool, int, bool,
-                 bool, bool, bool, std::string, std::string, std::string, const HopperCost*>;
+  using Key = std::tuple<int64_t, int64_t, int64_t, int64_t, int, int, int64_t, int64_t, Demands, std::string,
+                         std::string, std::string, const HopperCost*>;
   static constexpr size_t kMaxPlans = 1024;
   std::mutex mutex_;
   std::set<std::pair<int, const void*>> prepared_;

@@ -290,7 +290,8 @@ Prepared prepare(const GemmCall& call) {
                         serves_ranks(call.hooks),
                         out.operands.a.major == Major::kOuter,
                         out.operands.b.major == Major::kOuter,
-                        rounds_alone(call)};
+                        rounds_alone(call),
+                        call.out.kind == ScalarKind::kFp32};
   out.plan = cache.plan(call, demands, residency);
   const GemmPlan& plan = out.plan.gemm;
   out.kernel = find_kernel(plan.tile, call.element, out.operands.a.major, out.operands.b.major);

@@ -57,6 +57,16 @@ inline bool takes_gate(TileId id) {
   return tile_shape(id).bn % 128 == 0 && (!is_one_tile(id) || is_swapped(id));
 }
 
+// Tensor cores cut off what a sum in float32 has no room for: its error grows with the number of products
+// that are added one behind the other. Results in 16 bits do not show it. For those in float32, where tiles
+// of 128x128 leave half of the multiprocessors free, a long K is cut as Stream-K and cuBLAS cut it, not just
+// among the eight CTAs of a cluster.
+constexpr int64_t kLongestSumOfFew = 4096;
+inline bool sums_too_much(const Problem& p, ClusterShape cluster, int64_t clusters) {
+  return ceil_div(p.k, cluster.k) > kLongestSumOfFew &&
+         2 * num_tiles(p, {128, 128, kBK}) <= clusters * cluster.size();
+}
+
 // Of tiles of one_tile.cuh, unless one is named, so many plans are among the candidates: the cheapest.
 constexpr size_t kMostOneTile = 8;
 
@@ -282,6 +292,8 @@ inline std::vector<GemmPlan> candidates(const Problem& p, std::string_view sched
       if (is_one_tile(id)) {
         one_tile = !tile.empty();
         if (!takes_one_tile || residency.clusters[t][c] < 1 || (demands.gated && !takes_gate(id))) continue;
+        if (demands.wide && !one_tile && sums_too_much(p, kClusterShapes[c], residency.clusters[t][c]))
+          continue;
         if (const auto found_one = rank_one_tile(p, id, kClusterShapes[c], demands, residency.clusters[t][c]))
           whole.push_back(*found_one);
         continue;
