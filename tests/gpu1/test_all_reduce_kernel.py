@@ -13,7 +13,7 @@ import torch
 from small_ranks import BF16, F16, F32, OPS, Ranks, Tensor, draw, summed
 from streamk_cases import hopper_only, randn
 
-from tpkernels.comm import small
+from tpkernels.comm import choice, small
 
 pytestmark = [pytest.mark.gpu1, hopper_only]
 
@@ -45,6 +45,17 @@ def test_bitwise_the_rank_ordered_sum(
         error = (want.double() - exact).abs()
         size = sum(partial.double().abs() for partial in partials) + exact.abs() + 1
         assert bool((error <= size * 2.0 ** (-7 if dtype == BF16 else -10)).all())
+
+
+@pytest.mark.parametrize("way, world", [(small.ONE_SHOT, 2), (small.TWO_SHOT, 4)])
+def test_the_largest(way: str, world: int, generator: torch.Generator) -> None:
+    """As many bytes as go this way."""
+    ranks = Ranks(world, most_bytes=small.MOST_BYTES[choice.SUM])
+    partials = draw(world, (2048, 4096), BF16, generator)
+    assert partials[0].nbytes == small.MOST_BYTES[choice.SUM]
+    want = summed(partials, None, None)
+    for rank, out in enumerate(ranks.reduce(way, partials)):
+        assert torch.equal(out, want), f"rank {rank} of {world}"
 
 
 @pytest.mark.parametrize("way", small.SUM_WAYS)
