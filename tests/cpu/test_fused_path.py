@@ -272,7 +272,7 @@ def _memory_of_calls(ctx):
         # A graph replays into the first allocation: it lives on.
         space = workspace._spaces[ctx.group_name, torch.device("cpu"), "gather"]
         assert [memory.numel() for memory, _ in space.kept] == [2 << 20] and not space.captured
-        for n in (8, 1 << 20):  # small, and not
+        for n in (8, 1 << 19):  # small, and not
             tpk.reserve(ctx.group, max_m=16, all_reduce_n=n)
             fake.capture = True
             tpk.matmul_all_reduce(ones(16, 1), ones(1, n), ctx.group, path=FUSED)

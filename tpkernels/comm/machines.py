@@ -43,7 +43,7 @@ MACHINES = (
         quick={
             "all_gather_matmul": Quick(6.028, 311.9, 8388608),
             "matmul_reduce_scatter": Quick(5.913, 290.5, 16777216),
-            "matmul_all_reduce": Quick(7.71, 301.8, 16777216),
+            "matmul_all_reduce": Quick(7.71, 301.8, 8388608),
         },
     ),
     Machine(
@@ -71,7 +71,7 @@ MACHINES = (
         quick={
             "all_gather_matmul": Quick(4.978, 250.6, 8388608),
             "matmul_reduce_scatter": Quick(4.978, 250.6, 16777216),
-            "matmul_all_reduce": Quick(5.048, 249.2, 16777216),
+            "matmul_all_reduce": Quick(5.048, 249.2, 8388608),
         },
     ),
     Machine(
@@ -101,7 +101,7 @@ MACHINES = (
         quick={
             "all_gather_matmul": Quick(6.028, 311.9, 8388608),
             "matmul_reduce_scatter": Quick(5.913, 290.5, 16777216),
-            "matmul_all_reduce": Quick(7.71, 301.8, 16777216),
+            "matmul_all_reduce": Quick(7.71, 301.8, 8388608),
         },
     ),
 )

@@ -18,7 +18,7 @@ GATHER, SCATTER = "gather", "scatter"
 
 # Of what is gathered, or of the partial, as if all shards were as long as the longest; above, the product and the copy
 # engine overlap (workspace kinds "gather", "scatter", "sum").
-MOST_BYTES = {choice.GATHER: 8 << 20, choice.SCATTER: 16 << 20, choice.SUM: 16 << 20}
+MOST_BYTES = {choice.GATHER: 8 << 20, choice.SCATTER: 16 << 20, choice.SUM: 8 << 20}
 # What a rank could send in the time that a step costs, at about 350 GB/s.
 # A flag behind data, the fence before it and its way. Two H200: packets of 512 KiB take longer than one shot.
 FLAG_BYTES = 256 << 10
@@ -29,7 +29,7 @@ PAGE_BYTES = 16384  # these two as in csrc/host/all_reduce.hpp
 PACKET_BYTES = 2 << 20
 # Of an allocation: two halves of packets and slots, for every operation, size and number of ranks, so that it never
 # grows. Two-shot has its sums behind the slots. 4096: blocks are whole lines.
-WORKSPACE_BYTES = PAGE_BYTES + 2 * (PACKET_BYTES + (32 << 20) + 4096)
+WORKSPACE_BYTES = PAGE_BYTES + 2 * (PACKET_BYTES + (16 << 20) + 4096)
 
 
 def way_of(op: str, rows: Sequence[int], row_bytes: int) -> str | None:
