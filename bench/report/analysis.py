@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..records import Results, Row, Stats, geomean
+from ..suites.gemm_planner import waves_of_whole_tiles
 
 __all__ = [
     "BASELINES",
@@ -270,10 +271,13 @@ def plan_of(row: Row | None) -> dict[str, Any]:
 def waves(row: Row | None) -> float | None:
     """Output tiles for each that is computed at once; its fraction is how full the last wave is.
 
-    ``extra["waves"]``, or else tiles over workers, except for split-K, whose workers take turns.
+    ``extra["waves"]``, or else tiles over workers, except for split-K, whose workers take turns; of whole tiles what
+    their plan tells, since results of before December 2026 have tiles over workers there, too.
     """
-    value = _number(row.extra.get("waves")) if row is not None else None
     plan = plan_of(row)
+    if plan.get("suffix"):
+        return waves_of_whole_tiles(plan)
+    value = _number(row.extra.get("waves")) if row is not None else None
     if value is None and plan.get("workers") and plan.get("schedule") != "split_k":
         value = plan["tiles"] / plan["workers"]
     return value or None

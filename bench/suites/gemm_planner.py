@@ -8,7 +8,8 @@ schedule with the tile of that choice, ``streamk:data_parallel`` with the tile t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from ..suite import Skip
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SAME_TILE", "SCHEDULES", "STREAMED", "TILES", "Planner", "Request", "tile_variants"]
+__all__ = ["SAME_TILE", "SCHEDULES", "STREAMED", "TILES", "Planner", "Request", "tile_variants", "waves_of_whole_tiles"]
 
 SAME_TILE = "streamk:dp-same-tile"
 STREAMED = ("stream_k", "split_k", "hybrid_first", "hybrid_last", "hybrid_aligned")
@@ -44,6 +45,11 @@ TILES = {
 def tile_variants(tiles: Sequence[str]) -> list[str]:
     """Names of the variants that force every schedule on each of the tiles."""
     return [f"streamk:{schedule}@{tile}" for tile in tiles for schedule in SCHEDULES]
+
+
+def waves_of_whole_tiles(plan: Mapping[str, Any]) -> float:
+    """CTAs of such a plan, which has a worker for every tile, over multiprocessors (0: a whole H100's), one CTA each."""
+    return float(plan["tiles"] * math.prod(plan["cluster"])) / float(plan["multiprocessors"] or 132)
 
 
 @dataclass(frozen=True)
@@ -176,8 +182,13 @@ class Planner:
         return min(streamed, key=lambda request: float(plans[request]["predicted_us"]))
 
     def waves(self, request: Request) -> float:
-        """Tiles of a plan over those that the device computes at once; the fraction is how full the last wave is."""
+        """Tiles of a plan over those that the device computes at once; the fraction is how full the last wave is.
+
+        Of whole tiles: :func:`waves_of_whole_tiles`.
+        """
         plan = self.plan(request)
+        if plan["suffix"]:
+            return waves_of_whole_tiles(plan)
         (bm, bn, bk), (cluster_m, cluster_n, *_) = plan["tile"], plan["cluster"]
         # Other plans may have fewer workers than run at once, or more; a data-parallel one of very many tiles has not.
         whole = Request("data_parallel", 1, self.tile_name(request))

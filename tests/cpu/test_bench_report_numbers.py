@@ -157,6 +157,8 @@ def test_waves_and_gain():
     assert waves(ours) == 1.5
     assert waves(dataclasses.replace(ours, extra={"plan": plan, "waves": 0.75})) == 0.75
     assert waves(dataclasses.replace(ours, extra={"plan": {**plan, "schedule": "split_k"}})) is None
+    whole = {**plan, "suffix": "w", "cluster": [2, 1], "multiprocessors": 132, "workers": 198}
+    assert waves(dataclasses.replace(ours, extra={"plan": whole, "waves": 0.001})) == 3.0
     assert waves(None) is None
     (g,) = group_cases([ours, row("streamk:dp-same-tile", 120, "ours")], "gemm")
     assert stream_k_gain(g) == pytest.approx(1.2)

@@ -45,13 +45,13 @@ constexpr TileCost kHalfHopper[] = {
     {0.62, 0.62, 4.8, 1.0, 2.5}, {0.42, 0.335, 3.6, 1.0, 1.5}, {0.156, 0.108, 0.8, 0.2, 0.6}};
 constexpr TileCost kTf32Hopper[] = {{0.67, 0.67, 4.8, 1.0, 2.5}, {0.215, 0.13, 0.8, 0.2, 0.6}};
 constexpr TileCost kFp32Hopper[] = {{1.67, 1.67, 5.0, 1.0, 1.5}, {0.525, 0.44, 0.8, 0.2, 0.6}};
-// Fitted to 17,800 plans of 800 products of the sweep's domain that take up to 300 us, on an H200, in graphs,
-// operands in memory: by what the choice among them loses (2.7 % in the mean; on a quarter of them that a fit
-// had not seen 3.0 %) and by the times of those within half of the fastest (12 %).
-constexpr TileCost kFp64Hopper[] = {{1.124, 0.969, 3.84, 3.31, 1.68}, {0.564, 0.505, 4.73, 1.01, 2.54},
-                                    {0.562, 0.485, 0.44, 2.45, 1.75}, {0.244, 0.244, 2.14, 0.04, 1.14},
-                                    {0.326, 0.326, 0.88, 0.55, 1.53}, {0.246, 0.178, 0.91, 0.48, 0.70},
-                                    {0.441, 0.152, 0.81, 0.02, 0.42}, {0.220, 0.121, 0.02, 0.12, 0.49}};
+// Fitted to 18,700 plans of 890 products of the sweep's domain that take up to 5 ms, most of them up to 300
+// us, on an H200, in graphs, operands in memory: by what the choice among them loses (2.2 % in the mean; on a
+// quarter of them that a fit had not seen 2.5 %) and by the times of those within half of the fastest.
+constexpr TileCost kFp64Hopper[] = {{1.255, 1.120, 0.02, 4.02, 1.44}, {0.610, 0.518, 0.59, 0.87, 3.47},
+                                    {0.583, 0.530, 0.02, 1.44, 2.18}, {0.261, 0.261, 2.30, 0.02, 0.98},
+                                    {0.332, 0.332, 0.81, 0.29, 2.22}, {0.252, 0.189, 0.87, 0.41, 0.68},
+                                    {0.453, 0.165, 0.86, 0.02, 0.39}, {0.220, 0.124, 0.04, 0.11, 0.48}};
 
 static_assert(std::size(kHalfHopper) == std::size(HalfTiles<Element::kBf16>::kFacts) &&
                   std::size(kTf32Hopper) == std::size(Tf32Tiles::kFacts) &&
@@ -106,9 +106,11 @@ inline double predict_us(const Schedule& s, const TileCost& t, const MachineCost
     const Piece& p = s.pieces[i];
     if (p.kind == PieceKind::kWaves) {
       const WorkCounts one{s.k_iters, 1, 0, 0};
+      const int64_t waves = p.num_tiles / at_once;
       const int64_t rest = p.num_tiles % at_once;
-      time += static_cast<double>(p.num_tiles / at_once) * work_us(t, one, r);
-      if (rest > 0) time += work_us(t, one, beside(rest, multiprocessors));
+      time += static_cast<double>(waves) * work_us(t, one, r);
+      // Behind other waves the rest goes where CTAs end first, and those of a multiprocessor end together.
+      if (rest > 0) time += work_us(t, one, waves > 0 ? min64(r, rest) : beside(rest, multiprocessors));
       continue;
     }
     // Some of the workers, the last among them: it finishes the last tile.
