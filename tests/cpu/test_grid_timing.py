@@ -30,7 +30,7 @@ from tpkernels.grids import (
     summa,
     three_d,
 )
-from tpkernels.grids.timing import _legs
+from tpkernels.grids.timing import legs
 
 HOST = Cluster(1000.0, (Level("NVLink", 8, 100.0, 2.0),))
 HOSTS = Cluster(1000.0, (Level("NVLink", 2, 100.0, 2.0), Level("network", 64, 10.0, 5.0)))
@@ -89,10 +89,10 @@ def test_hosts_are_crossed_once(method: Method) -> None:
     """8 ranks in hosts of two: of each block one copy, or one sum, goes to every other host."""
     for program in (forward(method), backward(method)):
         for exchange in program.exchanges:
-            legs = list(_legs(exchange.messages, HOSTS))
+            sent = list(legs(exchange.messages, HOSTS))
             moved = [m for m in exchange.messages if m.source != m.target]
-            assert len(legs) == len(moved), "one leg for each message, some of them shorter"
-            across = [leg for leg in legs if HOSTS.level_of(*leg[:2]) == 1]
+            assert len(sent) == len(moved), "one leg for each message, some of them shorter"
+            across = [leg for leg in sent if HOSTS.level_of(*leg[:2]) == 1]
             direct = [m for m in moved if HOSTS.level_of(m.source, m.target) == 1]
             if not direct:
                 continue
@@ -141,10 +141,10 @@ def test_a_gathered_sum_crosses_once_too() -> None:
     halves = [e for e in backward(method).exchanges if e.source.buffer.startswith("dW/")]
     cluster = Cluster(1000.0, (Level("NVLink", 2, 100.0, 2.0), Level("network", 16, 10.0, 5.0)))
     for exchange in halves:
-        legs = list(_legs(exchange.messages, cluster))
-        across = [leg for leg in legs if cluster.level_of(*leg[:2]) == 1]
+        sent = list(legs(exchange.messages, cluster))
+        across = [leg for leg in sent if cluster.level_of(*leg[:2]) == 1]
         direct = [m for m in exchange.messages if cluster.level_of(m.source, m.target) == 1]
-        assert len(legs) == sum(m.source != m.target for m in exchange.messages)
+        assert len(sent) == sum(m.source != m.target for m in exchange.messages)
         assert len(across) * 2 == len(direct)
 
 

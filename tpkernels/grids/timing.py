@@ -6,7 +6,7 @@
 Sizes are taken as cut evenly: a block is its share of the matrix.
 
 A message belongs to the innermost level that joins both ranks; what several ranks of a host need crosses once
-(:func:`_legs`). Levels are ports of their own (NVLink, a network card) and work at the same time, in both directions.
+(:func:`legs`). Levels are ports of their own (NVLink, a network card) and work at the same time, in both directions.
 Products run at one rate, whatever their size: small ones are faster here than on any GPU. Where a method's pass is one
 product of gathered blocks, its exchanges lie in front of it and behind it; ``fused`` lets them run beneath it, as path
 "fused" of the layers of one dimension does.
@@ -212,7 +212,7 @@ def _exchange_load(source: Layout, target: Layout, cluster: Cluster) -> tuple[tu
 def _ports(exchange: tuple[Message, ...], cluster: Cluster) -> dict[tuple[int, int, bool], tuple[int, float]]:
     """By position, level and direction (true: sending): messages, and the part of the matrix in them."""
     found: dict[tuple[int, int, bool], tuple[int, float]] = defaultdict(lambda: (0, 0.0))
-    for sender, receiver, share in _legs(exchange, cluster):
+    for sender, receiver, share in legs(exchange, cluster):
         level = cluster.level_of(sender, receiver)
         for port in ((sender, level, True), (receiver, level, False)):
             count, before = found[port]
@@ -220,7 +220,7 @@ def _ports(exchange: tuple[Message, ...], cluster: Cluster) -> dict[tuple[int, i
     return found
 
 
-def _legs(exchange: tuple[Message, ...], cluster: Cluster) -> Iterator[tuple[int, int, float]]:
+def legs(exchange: tuple[Message, ...], cluster: Cluster) -> Iterator[tuple[int, int, float]]:
     """Sender, receiver and part of the matrix of all that travels.
 
     A block that several ranks behind an outer level need crosses it once, to the one that stands there as its owner
