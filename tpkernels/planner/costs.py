@@ -56,16 +56,20 @@ _CORE = 3.5  # products forward and backward over those of forward: a flash kern
 @dataclass(frozen=True)
 class Bytes:
     """Of a parameter. The default is mixed precision: bf16 weights, fp32 gradients (``main_grad``), and a fp32 copy
-    with two moments of Adam's."""
+    with two moments of Adam's.
+
+    optimizer_over_copies: each of the data-parallel copies has a part of the optimizer's states (ZeRO-1, Megatron-LM's
+        distributed optimizer), not all of them.
+    """
 
     weight: float = 2.0
     gradient: float = 4.0
     optimizer: float = 12.0
+    optimizer_over_copies: bool = False
 
-    @property
-    def all(self) -> float:
-        """At rest."""
-        return self.weight + self.gradient + self.optimizer
+    def at_rest(self, copies: int) -> float:
+        """Of a parameter that so many copies have."""
+        return self.weight + self.gradient + self.optimizer / (copies if self.optimizer_over_copies else 1)
 
 
 class Cost(NamedTuple):
@@ -174,7 +178,7 @@ class Costs:
             products_us=sum(t.products_us for t in timings),
             messages_us=sum(t.messages_us for t in timings),
             copies_us=copies_us,
-            parameter_bytes=(weight + biases) * self.bytes.all,
+            parameter_bytes=(weight + biases) * self.bytes.at_rest(strategy.copies),
             kept_bytes=x * _HALF,
             passing_bytes=_passing(method, sizes),
         )
@@ -195,7 +199,7 @@ class Costs:
                 products_us=local,
                 messages_us=within,
                 copies_us=copies,
-                parameter_bytes=kinds * model.hidden * self.bytes.all,
+                parameter_bytes=kinds * model.hidden * self.bytes.at_rest(at.copies),
                 kept_bytes=elements * _HALF,
             )
         own, everyone, parts = over_features(at.layout)
@@ -212,7 +216,7 @@ class Costs:
             products_us=local,
             messages_us=statistics + weights,
             copies_us=copies,
-            parameter_bytes=kinds * model.hidden / ranks * self.bytes.all,
+            parameter_bytes=kinds * model.hidden / ranks * self.bytes.at_rest(at.copies),
             kept_bytes=elements * _HALF,
         )
 
@@ -239,7 +243,10 @@ class Costs:
         table = model.vocab * model.hidden / ranks
         copies = self._sum_us(table * _HALF, ranks, at.copies)
         return Cost(
-            us=sent + copies, messages_us=sent, copies_us=copies, parameter_bytes=table * self.bytes.all
+            us=sent + copies,
+            messages_us=sent,
+            copies_us=copies,
+            parameter_bytes=table * self.bytes.at_rest(at.copies),
         )
 
     def _loss(self, at: Placement) -> Cost:

@@ -6,10 +6,10 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tpkernels.errors import ArgumentError, GroupError
 from tpkernels.planner.costs import Bytes, Cost, Costs
@@ -19,7 +19,10 @@ from tpkernels.planner.search import evaluate, least_memory, search
 from tpkernels.planner.strategies import METHODS, NAMES, Strategy, misfits, strategies
 from tpkernels.planner.topology import Topology, topology_of
 
-__all__ = ["Line", "Plan", "Run", "Single", "make_plan"]
+if TYPE_CHECKING:
+    from tpkernels.comm.choice import Machine
+
+__all__ = ["Line", "Plan", "Run", "Single", "bytes_of", "make_plan", "singles"]
 
 FORMAT = 1
 _GB = 1e9
@@ -138,6 +141,12 @@ class Plan:
             else:
                 found.append(Run(layer, layer, here))
         return tuple(found)
+
+    def on(self, topology: Topology | Machine | str | Path) -> Plan:
+        """The same choices on another machine: what they would take there."""
+        moved = topology_of(topology)
+        _check_world(self.world, moved)
+        return replace(self, topology=moved, bound_us=0.0)
 
     def layer(self, number: int) -> tuple[Line, ...]:
         """Lines of a layer."""
@@ -258,7 +267,7 @@ class Plan:
 def make_plan(
     model: ModelShape | str,
     world: int,
-    topology: Topology | str | Path,
+    topology: Topology | Machine | str | Path,
     *,
     memory: float | str | None = None,
     methods: Iterable[str] | None = None,
@@ -267,7 +276,7 @@ def make_plan(
     """See ``tpkernels.plan``."""
     model, topology = model_of(model), topology_of(topology)
     _check_world(world, topology)
-    limit = topology.memory_bytes if memory is None else _bytes_of(memory)
+    limit = topology.memory_bytes if memory is None else bytes_of(memory)
     fitting = fitting_strategies(model, world, METHODS if methods is None else tuple(methods))
     planned = Planned(Costs(model, topology, world, bytes or Bytes()), fitting)
     found = search(planned.problem, limit)
@@ -365,7 +374,12 @@ def _check_world(world: int, topology: Topology) -> None:
 _UNITS: Mapping[str, float] = {"MB": 1e6, "GB": 1e9, "MIB": 2.0**20, "GIB": 2.0**30}
 
 
-def _bytes_of(memory: float | str) -> float:
+def bytes_of(memory: float | str) -> float:
+    """Of a number, or a text such as "80GB".
+
+    Raises:
+        ArgumentError: neither.
+    """
     found = re.fullmatch(r"\s*([\d.]+)\s*([A-Za-z]+)\s*", memory) if isinstance(memory, str) else None
     try:
         size = float(memory) if found is None else float(found[1]) * _UNITS[found[2].upper()]

@@ -25,11 +25,14 @@ def text(plan: Plan) -> str:
     model = plan.model
     limit = f"{plan.limit / _GB:.0f} GB a rank" if math.isfinite(plan.limit) else "no limit of memory"
     parts = [
-        f"{model.name}: {model.layers} layers, {model.parameters / 1e9:.1f} billion parameters; {model.batch} sequences "
-        f"of {model.sequence} tokens\non {plan.world} ranks of {plan.topology.name}, {limit}. Predicted, not measured."
+        f"{model.name}: {model.layers} layers, {model.parameters / 1e9:.1f} billion parameters; {model.batch} "
+        f"sequences of {model.sequence} tokens\non {plan.world} ranks of {plan.topology.name}, {limit}. "
+        "Predicted, not measured."
     ]
     for run in plan.runs:
-        parts.append(f"{_layers(run, model.layers)}\n\n{_of_layer(plan.layer(run.first))}")
+        parts.append(
+            f"{_layers(run, model.layers)}\n\n{_of_layer(plan.layer((run.first + run.last + 1) // 2))}"
+        )
     ends = [_row("embedding", plan.lines[0]), _row("norm, head, loss", plan.lines[-1])]
     whole = [
         "whole step",
@@ -97,8 +100,11 @@ def _alone(plan: Plan) -> str:
     found = "beside the best of each method alone\n\n" + table(
         ("method", "cut as", "ms", "time", "memory GB", "fits"), rows
     )
-    if plan.bound_us < plan.us * (1 - 1e-9):
-        found += f"\n\nNo plan within the limit takes less than {_ms(plan.bound_us)} ms ({plan.us / plan.bound_us - 1:.1%})."
+    if 0 < plan.bound_us < plan.us * (1 - 1e-9):
+        gap = plan.us / plan.bound_us - 1
+        found += (
+            f"\n\nNo plan within the limit takes less than {_ms(plan.bound_us)} ms (this one {gap:.1%} more)."
+        )
     return found
 
 

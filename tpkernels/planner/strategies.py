@@ -277,7 +277,7 @@ def misfits(strategy: Strategy, model: ModelShape) -> list[str]:
         ("heads x head_dim", model.width, math.lcm(into.n, back.k), "features of all heads"),
         ("ffn", model.ffn, math.lcm(into.n, back.k), "inner features"),
         ("vocab", model.vocab, into.n, "logits"),
-        ("vocab", model.vocab, strategy.world // strategy.outer.column_parts, "rows of the embedding"),
+        ("vocab", model.vocab, strategy.ranks // strategy.outer.column_parts, "rows of the embedding"),
     ]
     found = []
     for name, size, parts, what in wanted:

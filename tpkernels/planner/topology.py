@@ -94,18 +94,23 @@ class Topology:
 
     @classmethod
     def load(cls, path: str | Path) -> Topology:
-        """From a JSON file.
+        """From a JSON file: of the module's form, or what ``tpkernels.calibrate(...).to_json()`` gave.
 
         Raises:
             ArgumentError: no such file, no JSON, or nonsense in it.
         """
         try:
-            given = json.loads(Path(path).read_text())
+            text = Path(path).read_text()
+            given = json.loads(text)
         except OSError as error:
             raise ArgumentError(f"topology: cannot read {str(path)!r} ({error.strerror}).") from None
         except ValueError as error:
             raise ArgumentError(f"topology: expected JSON in {str(path)!r}, but {error}.") from None
         try:
+            if isinstance(given, dict) and {"card", "apart"} <= set(given):
+                from tpkernels.comm.choice import Machine
+
+                return cls.of_machine(Machine.from_json(text))
             return cls.from_dict(given)
         except ArgumentError as error:
             raise ArgumentError(f"topology {str(path)!r}: {error}") from None
@@ -153,19 +158,23 @@ TOPOLOGIES: Mapping[str, Topology] = {
 }
 
 
-def topology_of(given: Topology | str | Path) -> Topology:
-    """A topology, a preset's, or that of a JSON file.
+def topology_of(given: Topology | Machine | str | Path) -> Topology:
+    """A topology, a preset's, that of a JSON file, or of a calibrated machine.
 
     Raises:
         ArgumentError: neither.
     """
     if isinstance(given, Topology):
         return given
+    from tpkernels.comm.choice import Machine
+
+    if isinstance(given, Machine):
+        return Topology.of_machine(given)
     if isinstance(given, str) and given in TOPOLOGIES:
         return TOPOLOGIES[given]
     if isinstance(given, Path) or (isinstance(given, str) and given.endswith(".json")):
         return Topology.load(given)
     known = ", ".join(TOPOLOGIES)
     raise ArgumentError(
-        f"topology: expected a Topology, one of {known}, or a file that ends in .json, got {given!r}."
+        f"topology: expected a Topology, a Machine, one of {known}, or a file that ends in .json, got {given!r}."
     )

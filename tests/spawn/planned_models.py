@@ -1,0 +1,146 @@
+"""Models built from plans against plain torch; run on the ranks of a pool."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from grid_checks import F64, close, placed
+from grid_models import PlainBlock, PlainRMSNorm
+from torch import nn
+from torch.nn import functional as F
+
+import tpkernels as tpk
+from tpkernels import nn as tnn
+from tpkernels.errors import ArgumentError, ShapeError
+from tpkernels.ops import _agreement
+from tpkernels.planner import Plan
+from tpkernels.planner.model import LAYER, ModelShape
+from tpkernels.planner.strategies import Strategy, misfits, strategies
+from tpkernels.planner.topology import TOPOLOGIES
+from tpkernels.testing import RankContext
+
+
+def shape(world: int, style: str, layers: int = 2) -> ModelShape:
+    """What every strategy on up to 8 ranks cuts."""
+    return ModelShape("tiny", layers, 32, 8, 4 if world < 8 else 8, 48, 64, 3, 8, style)
+
+
+class Plain(nn.Module):
+    """The unsharded model."""
+
+    def __init__(self, of: ModelShape) -> None:
+        super().__init__()
+        llama = of.style == "llama"
+        norm, activation, bias = ("rms", "swiglu", False) if llama else ("layer", "gelu", True)
+        block = (of.hidden, of.ffn, of.heads, of.kv_heads, norm, activation, bias)
+        self.embed = nn.Embedding(of.vocab, of.hidden, dtype=F64)
+        self.layers = nn.ModuleList(PlainBlock(*block) for _ in range(of.layers))
+        self.norm = PlainRMSNorm(of.hidden) if llama else nn.LayerNorm(of.hidden, dtype=F64)
+        self.head = nn.Linear(of.hidden, of.vocab, bias=False, dtype=F64)
+
+    def loss(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+
+
+def drawn(world: int, of: ModelShape, seed: int) -> Plan:
+    """A plan with a strategy drawn for every operator of every layer."""
+    fitting = [s for s in strategies(world) if not misfits(s, of)]
+    random_ = random.Random(seed)
+    choices = tuple(random_.choice(fitting) for _ in range(2 + of.layers * len(LAYER)))
+    return Plan(of, TOPOLOGIES["h200"], world, choices)
+
+
+def alone(strategy: Strategy, of: ModelShape) -> Plan:
+    return Plan(of, TOPOLOGIES["h200"], strategy.world, (strategy,) * (2 + of.layers * len(LAYER)))
+
+
+def check(ctx: RankContext, plan: Plan, seed: int) -> None:
+    """Loss, every gradient, its norm, and the unsharded state; twice, since hooks must not sum a step's sums again."""
+    torch.manual_seed(seed)
+    of = plan.model
+    model, plain = tpk.build(plan, ctx.group, dtype=F64, seed=5), Plain(of)
+    tnn.init_weights_(plain, seed=5)
+    full = tnn.full_state_dict(model)
+    assert full.keys() == plain.state_dict().keys()
+    for name, want in plain.state_dict().items():
+        assert torch.equal(full[name], want), name
+    draw = {name: 0.3 * torch.randn_like(t) for name, t in plain.state_dict().items()}
+    plain.load_state_dict(draw)
+    tnn.load_full_state_dict(model, draw)
+    for _ in range(2):  # gradients add up
+        ids = torch.randint(0, of.vocab, (of.batch, of.sequence + 1))
+        loss, want = model.loss(ids[:, :-1], ids[:, 1:]), plain.loss(ids[:, :-1], ids[:, 1:])
+        torch.testing.assert_close(loss, want, rtol=1e-9, atol=1e-9)
+        loss.backward()
+        want.backward()
+        named = dict(plain.named_parameters())
+        for name, p in model.named_parameters():
+            close(p.grad, placed(p, named[name].grad), name)
+    norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+    torch.testing.assert_close(model.clip_grad_norm_(0.1), norm, rtol=1e-9, atol=1e-9)
+    for name, p in model.named_parameters():
+        close(p.grad, placed(p, named[name].grad), f"{name}, clipped")
+
+
+def check_alone(ctx: RankContext, style: str, seed: int) -> None:
+    """Every strategy by itself; agreement of ranks is looked at in the mixed plans."""
+    of = shape(ctx.world, style, layers=1)
+    for strategy in strategies(ctx.world):
+        if not misfits(strategy, of):
+            with _agreement.suspended():
+                check(ctx, alone(strategy, of), seed)
+
+
+def check_mixed(ctx: RankContext, style: str, seeds: list[int]) -> None:
+    for seed in seeds:
+        check(ctx, drawn(ctx.world, shape(ctx.world, style), seed), seed)
+
+
+def check_planned(ctx: RankContext, seed: int) -> None:
+    """What the planner itself chooses."""
+    of = shape(ctx.world, "llama")
+    check(ctx, tpk.plan(of, ctx.world, "h200"), seed)
+
+
+def check_training(ctx: RankContext, seed: int) -> None:
+    """Steps of AdamW equal those of the plain model."""
+    torch.manual_seed(seed)
+    of = shape(ctx.world, "llama", layers=1)
+    model, plain = tpk.build(drawn(ctx.world, of, seed), ctx.group, dtype=F64), Plain(of)
+    tnn.load_full_state_dict(plain, tnn.full_state_dict(model))
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=3e-3) for m in (model, plain)]
+    ids = torch.randint(0, of.vocab, (of.batch, of.sequence + 1))
+    with _agreement.suspended():
+        for _ in range(8):
+            losses = [m.loss(ids[:, :-1], ids[:, 1:]) for m in (model, plain)]
+            torch.testing.assert_close(*losses, rtol=1e-7, atol=1e-9)
+            for optimizer, loss in zip(optimizers, losses, strict=True):
+                optimizer.zero_grad()
+                loss.backward()
+            model.clip_grad_norm_(1.0)
+            nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+            for optimizer in optimizers:
+                optimizer.step()
+
+
+def check_refusals(ctx: RankContext) -> None:
+    of = shape(2 * ctx.world, "llama", layers=1)
+    with pytest.raises(
+        ArgumentError, match=f"plan: it is for {2 * ctx.world} ranks, but group .* has {ctx.world};"
+    ):
+        tpk.build(alone(Strategy("1d", 1, 2 * ctx.world), of), ctx.group)
+    odd = ModelShape("odd", 1, 32, 8, 4, 48, 64, 3, 3)
+    with pytest.raises(ArgumentError, match=r"plan: batch: .* in 4 equal parts, but it is 3; 4 would fit"):
+        tpk.build(alone(Strategy("1d-sp", 1, 4), odd), ctx.group)
+    with pytest.raises(ArgumentError, match=r"device: .* meta"):
+        tpk.build(alone(Strategy("1d", 4, 1), shape(4, "llama")), ctx.group, device="meta")
+    model = tpk.build(alone(Strategy("1d-sp", 4, 1), shape(4, "llama", 1)), ctx.group)
+    with pytest.raises(
+        ShapeError, match=r"ids: expected \[8, 3\], the batch that was planned for, got \[4, 3\]"
+    ):
+        model(torch.zeros(4, 3, dtype=torch.int64))
