@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tpkernels.errors import ArgumentError, GroupError
 from tpkernels.planner.costs import Bytes, Cost, Costs
 from tpkernels.planner.model import LAYER, ModelShape, model_of
-from tpkernels.planner.problem import ROW, Planned, input_of, is_outer, output_of, tensors_between
+from tpkernels.planner.problem import Planned, input_of, is_outer, names_of, output_of, tensors_between
 from tpkernels.planner.search import evaluate, least_memory, search
 from tpkernels.planner.strategies import METHODS, NAMES, Strategy, misfits, strategies
 from tpkernels.planner.topology import Topology, topology_of
@@ -89,7 +89,7 @@ class Plan:
     @cached_property
     def lines(self) -> tuple[Line, ...]:
         """Of every operator, in order."""
-        names = ["embedding", *LAYER * self.model.layers, "head"]
+        names = names_of(self.model.layers)
         found: list[Line] = []
         stream = 0  # where the residual stream was added to, or began, last
         known: dict[tuple[object, ...], Line] = {}
@@ -282,7 +282,13 @@ def make_plan(
     found = search(planned.problem, limit)
     if found is None:
         raise ArgumentError(_nothing_fits(planned, limit))
-    return _plan_of(planned, found.states, limit, found.bound)
+    plan = _plan_of(planned, found.states, limit, found.bound)
+    # Where the limit matters the search is near the best: one strategy throughout may be nearer.
+    alone = (s for s in plan.singles if s.strategy in fitting and s.peak_bytes <= limit)
+    best = min(alone, key=lambda s: s.us, default=None)
+    if best is not None and best.us < plan.us:
+        plan = replace(plan, choices=(best.strategy,) * len(plan.choices))
+    return plan
 
 
 def fitting_strategies(model: ModelShape, world: int, methods: Sequence[str]) -> tuple[Strategy, ...]:
@@ -345,11 +351,11 @@ def _single(name: str, strategy: Strategy, costs: Costs) -> Single:
 
 def _plan_of(planned: Planned, states: Sequence[int], limit: float, bound: float) -> Plan:
     costs = planned.costs
-    names = [ROW[k] for k in planned.problem.unrolled]
+    names = names_of(costs.model.layers)
     choices = [planned.states(name)[state] for name, state in zip(names, states, strict=True)]
     # A placement is told by the strategy of a linear layer beside it, where that has it.
     for place, name in enumerate(names):
-        if is_outer(name) is None:
+        if is_outer(name) is None or name == "embedding":
             continue
         own = output_of(name, choices[place])
         for beside in (place - 1, place + 1):

@@ -1,11 +1,12 @@
 """A model's operators with their strategies as a problem for the search. Pure.
 
     node                          states
-    embedding, residual sums      outer placements
+    embedding, linear operators   strategies
+    residual sums                 outer placements
     core, activation              inner placements
-    linear operators              strategies
 
-Node "embedding" is where the stream begins: each residual edge goes from a sum, or from it, to the next sum.
+The residual stream begins at the embedding: residual edges go from it, or from a sum, to the next sum. So the first
+layer has nodes of its own; the others are one layer, repeated.
 """
 
 from __future__ import annotations
@@ -21,10 +22,14 @@ from tpkernels.planner.model import LAYER, ModelShape
 from tpkernels.planner.search import Edge, Node, Problem
 from tpkernels.planner.strategies import Placement, Strategy, placements
 
-__all__ = ["RESIDUALS", "ROW", "Planned", "input_of", "is_outer", "output_of", "tensors_between"]
+__all__ = ["Planned", "input_of", "is_outer", "names_of", "output_of", "tensors_between"]
 
-ROW = ("embedding", *LAYER, "head")
-RESIDUALS = (("embedding", "attention_residual"), ("attention_residual", "mlp_residual"))
+_MIDDLE, _LAST = LAYER.index("attention_residual"), len(LAYER) - 1
+
+
+def names_of(layers: int) -> tuple[str, ...]:
+    """Operators of a model, in order."""
+    return ("embedding", *LAYER * layers, "head")
 
 
 def is_outer(operator: str) -> bool | None:
@@ -57,7 +62,7 @@ class Planned:
 
     def states(self, operator: str) -> Sequence[Strategy]:
         """By state of an operator, the strategy, or the first one that has the placement."""
-        outer = is_outer(operator)
+        outer = None if operator == "embedding" else is_outer(operator)
         return self.strategies if outer is None else self._outer if outer else self._inner
 
     @cached_property
@@ -71,12 +76,18 @@ class Planned:
     @cached_property
     def problem(self) -> Problem:
         """Times in microseconds, memory in bytes."""
-        nodes = [self._node(operator) for operator in ROW]
-        edges = {(k, k + 1): self._edge(ROW[k], ROW[k + 1]) for k in range(len(ROW) - 1)}
-        for one, other in RESIDUALS:
-            edges[ROW.index(one), ROW.index(other)] = self._edge(one, other)
-        last = ROW.index(LAYER[-1])
-        return Problem(nodes, edges, (0, last, self.costs.model.layers))
+        layers = self.costs.model.layers
+        row = names_of(min(layers, 2))
+        pairs = [(k, k + 1) for k in range(len(row) - 1)]
+        for begin in range(0, len(row) - len(LAYER), len(LAYER)):  # where the stream comes into a layer
+            middle, last = begin + 1 + _MIDDLE, begin + 1 + _LAST
+            pairs += [(begin, middle), (middle, last)]
+        nodes = {operator: self._node(operator) for operator in dict.fromkeys(row)}
+        edges = {names: self._edge(*names) for names in {(row[a], row[b]) for a, b in pairs}}
+        repeat = (len(LAYER), 2 * len(LAYER), layers - 1) if layers > 1 else None
+        return Problem(
+            [nodes[operator] for operator in row], {(a, b): edges[row[a], row[b]] for a, b in pairs}, repeat
+        )
 
     def _node(self, operator: str) -> Node:
         found = [self.costs.operator(operator, strategy) for strategy in self.states(operator)]

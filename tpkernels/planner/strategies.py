@@ -269,7 +269,7 @@ def misfits(strategy: Strategy, model: ModelShape) -> list[str]:
     into, back = strategy.one(False).cuts, strategy.one(True).cuts
     heads = strategy.inner
     wanted = [
-        ("batch", model.batch, heads.row_parts, "whole sequences, for attention"),
+        ("batch", model.batch, heads.row_parts, "whole sequences (for attention)"),
         ("batch x sequence", model.tokens, strategy.copies * math.lcm(into.m, back.m), "rows"),
         ("heads", model.heads, heads.column_parts, "heads"),
         ("kv_heads", model.kv_heads, heads.column_parts, "heads of keys and values"),

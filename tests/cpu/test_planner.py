@@ -1,0 +1,385 @@
+"""``tpkernels.plan`` and ``tpk plan``: the best plan by brute force, limits, JSON, pictures, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tpkernels as tpk
+from tpkernels.comm.machines import MACHINES
+from tpkernels.errors import ArgumentError
+from tpkernels.grids import Cluster, Level
+from tpkernels.planner import Plan, Topology, where_it_pays
+from tpkernels.planner.costs import Costs
+from tpkernels.planner.model import LAYER, MODELS, ModelShape
+from tpkernels.planner.plan import Single, fitting_strategies
+from tpkernels.planner.problem import Planned, input_of, names_of, output_of
+from tpkernels.planner.search import evaluate, search
+from tpkernels.planner.strategies import METHODS, Strategy
+from tpkernels.planner.sweep import Point, Sweep
+from tpkernels.tune import cli
+
+TINY = ModelShape("tiny", 3, 64, 16, 16, 128, 256, 64, 16)
+
+
+def machine(seed: int) -> Topology:
+    """Some machine, on which other plans are best than on others."""
+    import random
+
+    draw = random.Random(seed)
+    levels = tuple(
+        Level(name, ranks, 10 ** draw.uniform(1, 4), draw.uniform(0, 3))
+        for name, ranks in (("in", 4), ("out", 64))
+    )
+    return Topology(
+        "drawn",
+        Cluster(10 ** draw.uniform(3, 7), levels, 10 ** draw.uniform(2, 6)),
+        fused=draw.random() < 0.5,
+    )
+
+
+def test_the_best_by_brute_force(seed: int) -> None:
+    """A tiny model with its real costs on random machines: no assignment of all operators takes less, and under limits
+    none takes less than the bound."""
+    model = ModelShape("tiny", 1, 64, 16, 16, 128, 256, 64, 16)
+    for k in range(2):
+        topology = machine(seed + k)
+        planned = Planned(Costs(model, topology, 2), fitting_strategies(model, 2, METHODS))
+        problem = planned.problem
+        sizes = [range(len(planned.states(name))) for name in names_of(1)]
+        assert math.prod(map(len, sizes)) == 3**6 * 2**2 * 2**2
+        every = [evaluate(problem, states) for states in itertools.product(*sizes)]
+        found, best = search(problem), min(e.time for e in every)
+        assert found is not None and found.totals.time == pytest.approx(best)
+        plan = tpk.plan(model, 2, topology)
+        assert plan.us == pytest.approx(best) and plan.bound_us == pytest.approx(best)
+        least, most = min(e.peak for e in every), max(e.peak for e in every)
+        for part in (0.02, 0.3, 0.7):
+            limit = least + part * (most - least)
+            best = min(e.time for e in every if e.peak <= limit)
+            plan = tpk.plan(model, 2, topology, memory=limit)
+            assert plan.peak_bytes <= limit and plan.bound_us <= best * (1 + 1e-9) <= plan.us * (1 + 2e-9)
+
+
+@pytest.mark.parametrize("world", [4, 8, 16])
+def test_plans_add_up(world: int, seed: int) -> None:
+    """What the plan tells is what the search has added up, within the limit, and never above one method alone."""
+    topology = machine(seed)
+    free = tpk.plan(TINY, world, topology)
+    for part in (1.0, 0.8, 0.6):
+        plan = free
+        limit = math.inf
+        if part < 1:
+            limit = part * free.peak_bytes
+            try:
+                plan = tpk.plan(TINY, world, topology, memory=limit)
+            except ArgumentError as error:
+                assert "nothing fits" in str(error)
+                continue
+        assert (
+            plan.peak_bytes <= limit
+            and plan.bound_us <= plan.us * (1 + 1e-9)
+            and plan.us >= free.us * (1 - 1e-9)
+        )
+        fitting = [single.us for single in plan.singles if single.peak_bytes <= limit]
+        assert plan.us <= min(fitting, default=math.inf) * (1 + 1e-9)
+        assert plan.bound_us <= min(fitting, default=math.inf) * (1 + 1e-9)
+        assert len(plan.lines) == len(plan.choices) == 2 + TINY.layers * len(LAYER)
+        assert sum(run.last - run.first + 1 for run in plan.runs) == TINY.layers
+
+
+def test_placements_are_told_by_a_neighbour() -> None:
+    """An operator between is said to lie as a linear layer beside it does, where it does."""
+    plan = tpk.plan("llama8b", 8, "h200x8")
+    for layer in range(plan.model.layers):
+        at = dict(zip(LAYER, plan.layer(layer), strict=True))
+        core = at["core"].strategy
+        if output_of("qkv", at["qkv"].strategy).same(input_of("core", core)):
+            assert core == at["qkv"].strategy
+
+
+def test_it_is_quick() -> None:
+    """An 80-layer model on 32 devices, in a process that has computed nothing yet; the bar is 10 s on one core."""
+    code = (
+        "import time, tpkernels as tpk, tpkernels.planner.plan\n"
+        "began = time.process_time()\n"
+        "plan = tpk.plan('llama70b', 32, 'h200')\n"
+        "print(time.process_time() - began, len(plan.choices), plan.peak_bytes <= plan.limit)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    seconds, choices, fits = done.stdout.split()
+    assert float(seconds) < 5 and int(choices) == 2 + 80 * 8 and fits == "True"
+
+
+def test_json(tmp_path: Path) -> None:
+    plan = tpk.plan(TINY, 8, "h200", memory="3MB")
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    again = Plan.load(path)
+    assert again.choices == plan.choices and again.model == plan.model and again.limit == 3e6
+    assert (again.us, again.peak_bytes, again.bound_us) == (plan.us, plan.peak_bytes, plan.bound_us)
+    assert str(again) == str(plan)
+    assert json.loads(path.read_text())["predicted"]["us"] == plan.us
+    assert again.on("h200x8").us == plan.on("h200x8").us != 0
+
+
+def test_json_that_is_none(tmp_path: Path) -> None:
+    plan = tpk.plan(TINY, 8, "h200")
+    good = plan.to_dict()
+
+    def changed(*keys: object, to: object) -> dict:
+        copy = json.loads(json.dumps(good))
+        at = copy
+        for key in keys[:-1]:
+            at = at[key]
+        at[keys[-1]] = to
+        return copy
+
+    for given, message in (
+        (changed("format", to=7), "format 7"),
+        (changed("layers", to=[]), "0 layers of 3"),
+        (changed("layers", 0, "layers", to=[1, 2]), "layers from 1, where 0 is next"),
+        (changed("world", to=4), "plan: it is for 4 ranks, but .* has 8; plan again"),
+        (changed("head", "method", to="5d"), "strategy: expected a method"),
+        (changed("model", "batch", to=7), "plan: batch: .* but it is 7; "),
+        (changed("topology", "levels", to=[]), "levels: a cluster needs one"),
+        ({}, "KeyError"),
+        ([], "plan: expected what"),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            Plan.from_dict(given)
+    path = tmp_path / "plan.json"
+    path.write_text("{")
+    with pytest.raises(ArgumentError, match="plan: expected JSON in"):
+        Plan.load(path)
+    with pytest.raises(ArgumentError, match=r"plan: cannot read .*No such file"):
+        Plan.load(tmp_path / "none")
+
+
+@pytest.mark.parametrize("suffix", ["svg", "png"])
+def test_picture(tmp_path: Path, suffix: str) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / f"plan.{suffix}"
+    tpk.plan(TINY, 4, "h200").picture(path)
+    assert path.stat().st_size > 5000
+    with pytest.raises(ArgumentError, match=r"picture: cannot write .*plan\.what"):
+        tpk.plan(TINY, 4, "h200").picture(tmp_path / "plan.what")
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"model": "llama9b"}, "model: expected a ModelShape or one of llama8b, .*, got 'llama9b'"),
+        ({"world": 0}, "world: expected a number of ranks, 1 or more, got 0"),
+        ({"world": 16, "topology": "h200x8"}, "world: topology 'h200x8' joins 8 ranks, but it is 16"),
+        ({"topology": "tpu"}, "topology: expected a Topology, .* got 'tpu'"),
+        ({"methods": ["4d"]}, "methods: expected some of '1d', .*, got '4d'"),
+        ({"methods": []}, "methods: at least one"),
+        ({"methods": ["2d"], "world": 7}, "methods: '2d' on 7 ranks: .* a square number, but the group has 7"),
+        ({"methods": ["3d"], "world": 4}, "methods: '3d' on 4 ranks: .* a cube, but the group has 4; .* 2-D|1-D|one"),
+        ({"methods": ["spatial-temporal"], "world": 6}, "a power of 4, but the group has 6"),
+        ({"methods": ["2.5d"], "world": 4}, "methods: 2.5-D has q x q ranks at two depths or more, and 4 ranks"),
+        ({"world": 7}, "model: none of .* ways to cut tiny over 7 ranks fits; the nearest: batch"),
+        ({"memory": "lots"}, "memory: expected bytes above 0, or a text such as '80GB' .*, got 'lots'"),
+        ({"memory": -1}, "memory: expected bytes above 0"),
+        ({"memory": "5 TB"}, "memory: expected bytes above 0"),
+        ({"memory": "1MB"}, r"memory: nothing fits 0\.0 GB a rank; the plan that needs least takes .* too many: "),
+    ],
+)  # fmt: skip
+def test_what_is_refused(changed: dict, message: str) -> None:
+    given = {"model": TINY, "world": 4, "topology": "h200", **changed}
+    with pytest.raises(ArgumentError, match=message):
+        tpk.plan(**given)
+
+
+def test_the_nearest_that_does_not_fit_is_told() -> None:
+    """The sentence has the least that any plan needs: with so much there is one."""
+    with pytest.raises(ArgumentError, match="nothing fits") as caught:
+        tpk.plan("llama70b", 8, "h200")
+    least = float(str(caught.value).split("needs least takes ")[1].split(" GB")[0])
+    plan = tpk.plan("llama70b", 8, "h200", memory=(least + 0.1) * 1e9)
+    assert plan.peak_bytes <= (least + 0.1) * 1e9
+    with pytest.raises(ArgumentError, match="nothing fits"):
+        tpk.plan("llama70b", 8, "h200", memory=(least - 0.1) * 1e9)
+
+
+def test_topology_files(tmp_path: Path, seed: int) -> None:
+    path = tmp_path / "topology.json"
+    path.write_text(json.dumps(machine(seed).to_dict()))
+    assert tpk.plan(TINY, 4, str(path)).us == pytest.approx(tpk.plan(TINY, 4, machine(seed)).us)
+    level = {"name": "a", "ranks": 8, "gbps": 100, "message_us": 5}
+    good = {"tflops": 500, "levels": [level]}
+    for given, message in (
+        ("[]", "expected an object with levels, tflops"),
+        ("{", "expected JSON in"),
+        ({"tflops": 500}, "levels must be there, but it has"),
+        ({**good, "speed": 1}, "there is no speed; what may be there is"),
+        ({**good, "tflops": "fast"}, "tflops: expected a number, got 'fast'"),
+        ({**good, "tflops": -1}, "flops_per_us: it must be above 0"),
+        ({**good, "memory_gb": 0}, "memory_gb: it must be above 0"),
+        ({**good, "fused": 1}, "fused: expected true or false"),
+        ({**good, "levels": {}}, "levels: expected a list"),
+        ({**good, "levels": [{**level, "ranks": 2.5}]}, r"levels\[0\].ranks: expected an integer"),
+        ({**good, "levels": [{**level, "gbps": 0}]}, "'a' must send more than 0 bytes"),
+        ({**good, "levels": [level, {**level, "ranks": 12}]}, "must join a multiple of the 8 ranks inside"),
+        ({**good, "levels": [{"ranks": 8}]}, r"levels\[0\]: gbps, message_us must be there"),
+    ):
+        path.write_text(given if isinstance(given, str) else json.dumps(given))
+        with pytest.raises(ArgumentError, match=message) as caught:
+            tpk.plan(TINY, 4, path)
+        assert "topology" in str(caught.value)
+    with pytest.raises(ArgumentError, match="topology: cannot read"):
+        tpk.plan(TINY, 4, tmp_path / "none.json")
+
+
+def test_what_calibrate_measured(tmp_path: Path) -> None:
+    """A ``Machine``, or the text that it keeps: one host of its rates."""
+    known = next(m for m in MACHINES if m.card == "NVIDIA H200" and m.world == 4)
+    path = tmp_path / "machine.json"
+    path.write_text(known.to_json())
+    plans = [tpk.plan(TINY, 4, given) for given in (known, path)]
+    assert plans[0].us == plans[1].us and plans[0].topology.ranks == 4
+    assert plans[0].topology.cluster.flops_per_us == known.tflops * 1e6
+    assert plans[0].topology.cluster.levels[0].bytes_per_us == known.fused["all_gather_matmul"].gbps * 1e3
+    path.write_text(known.to_json().replace("tflops", "flops"))
+    with pytest.raises(ArgumentError, match=r"topology .*machine.json': text: expected what Machine.to_json"):
+        tpk.plan(TINY, 4, path)
+
+
+def ran(*arguments: str) -> int:
+    return cli.main(["plan", *arguments])
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    kept, drawn = str(tmp_path / "p.json"), str(tmp_path / "p.svg")
+    assert ran("llama8b", "--world", "8", "--topology", "h200x8", "--json", kept, "--picture", drawn) == 0
+    told = capsys.readouterr().out
+    assert told.startswith(
+        "llama8b: 32 layers, 8.0 billion parameters; 8 sequences of 8192 tokens\non 8 ranks of h200x8"
+    )
+    for words in (
+        "Predicted, not measured",
+        "norm, qkv",
+        "whole step",
+        "this plan",
+        "copies alone",
+        "spatial-temporal",
+    ):
+        assert words in told
+    assert str(Plan.load(kept)) in told and (tmp_path / "p.svg").exists()
+    model = tmp_path / "model.json"
+    model.write_text(json.dumps(TINY.to_dict()))
+    arguments = [
+        str(model),
+        "--world",
+        "4",
+        "--batch",
+        "32",
+        "--methods",
+        "2d",
+        "--memory",
+        "none",
+        "--share-optimizer",
+    ]
+    assert ran(*arguments) == 0
+    told = capsys.readouterr().out
+    assert "32 sequences of 64 tokens" in told and "no limit of memory" in told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["llama9b"], "model: expected a ModelShape or one of"),
+        (["none.json"], "model: cannot read 'none.json'"),
+        (["llama8b", "--methods", "3d", "--world", "4"], "a cube, but the group has 4"),
+        (["llama8b", "--worlds", "8..16"], "--worlds: it is of --sweep"),
+        (["llama8b", "--sweep", "weak", "--world", "8"], "--world: it is of a plan"),
+        (
+            ["llama8b", "--sweep", "weak", "--worlds", "8-16"],
+            "--worlds: expected FROM..TO, such as 8..8192, got",
+        ),
+        (["llama8b", "--memory", "80"], "memory: nothing fits"),
+    ],
+)
+def test_the_command_refuses(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+    assert ran(*arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_sweep(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ran("gpt3", "--sweep", "weak", "--worlds", "8..64") == 0
+    told = capsys.readouterr().out
+    assert "a batch that grows with the ranks" in told and "pays from" in told
+    model = MODELS["gpt3"]
+    found = where_it_pays(model, [8, 64], "h200", scaling="weak")
+    assert [p.batch for p in found.points] == [8, 64]
+    for point in found.points:
+        for single in point.singles:  # what is told is what a plan of that strategy takes
+            whole = Plan(
+                model.with_batch(point.batch),
+                found.topology,
+                point.world,
+                (single.strategy,) * (2 + model.layers * len(LAYER)),
+            )
+            assert (single.us, single.peak_bytes) == (whole.us, whole.peak_bytes)
+            alone = [s for s in METHODS if s == single.strategy.method]
+            best = tpk.plan(whole.model, point.world, "h200", memory=math.inf, methods=alone)
+            assert best.us <= single.us * (1 + 1e-9)
+
+
+def test_ten_thousand_ranks() -> None:
+    found = where_it_pays(MODELS["gpt3"].with_batch(10_000), [10_000], "h200")
+    assert {"1-D, sequence parallel", "2-D", "3-D", "spatial-temporal"} <= set(found.methods)
+    products = min(s.us for s in found.points[0].singles)
+    flops = 6 * MODELS["gpt3"].parameters * 10_000 * 2048
+    assert products > flops / 10_000 / 6.5e8
+
+
+def test_where_it_begins() -> None:
+    """By hand: 2-D is behind at 4, before at 16 and 64, and missing at 8; it fits from 16 on."""
+
+    def point(world: int, **us: float) -> Point:
+        names = {"one": "1-D, sequence parallel", "two": "2-D"}
+        some = (Single(names[k], Strategy("1d", 1, world), v, 100.0 / world) for k, v in us.items())
+        return Point(world, 8, tuple(some))
+
+    points = (
+        point(4, one=1.0, two=2.0),
+        point(8, one=1.0),
+        point(16, one=1.0, two=0.9),
+        point(64, one=1, two=0.5),
+    )
+    sweep = Sweep(TINY, Topology("t", Cluster(1.0, (Level("a", 64, 1.0, 1.0),))), "strong", 10.0, points)
+    assert sweep.begins("2-D") == 16 and sweep.begins("1-D, sequence parallel") is None
+    assert sweep.fits_from("2-D") == 16 and sweep.methods == ("1-D, sequence parallel", "2-D")
+    back = Sweep(TINY, sweep.topology, "strong", 10.0, (*points, point(128, one=1.0, two=3.0)))
+    assert back.begins("2-D") is None, "it does not pay for good"
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"worlds": []}, "worlds: expected rising numbers of ranks"),
+        ({"worlds": [8, 4]}, "worlds: expected rising numbers of ranks, got"),
+        ({"worlds": [8, 1 << 20]}, "joins 16384 ranks, but the last world has 1048576"),
+        ({"scaling": "both"}, "scaling: it must be 'strong' or 'weak', but it is 'both'"),
+        ({"worlds": [32, 33], "scaling": "weak"}, "a batch of 16 on 32 ranks is no whole number on 33"),
+        ({"worlds": [7]}, "no method can cut tiny over any of"),
+    ],
+)
+def test_sweeps_that_are_none(changed: dict, message: str) -> None:
+    given = {"model": TINY, "worlds": [4, 8], "topology": "h200", **changed}
+    with pytest.raises(ArgumentError, match=message):
+        where_it_pays(**given)
+
+
+def test_the_package_is_not_imported_for_nothing() -> None:
+    code = "import sys, tpkernels; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not [m for m in done.stdout.split() if m.startswith(("tpkernels.planner", "matplotlib"))]
