@@ -315,7 +315,7 @@ def test_the_command_refuses(capsys: pytest.CaptureFixture[str], arguments: list
 def test_sweep(capsys: pytest.CaptureFixture[str]) -> None:
     assert ran("gpt3", "--sweep", "weak", "--worlds", "8..64") == 0
     told = capsys.readouterr().out
-    assert "a batch that grows with the ranks" in told and "pays from" in told
+    assert "a batch that grows with the ranks" in told and "fits from" in told
     model = MODELS["gpt3"]
     found = where_it_pays(model, [8, 64], "h200", scaling="weak")
     assert [p.batch for p in found.points] == [8, 64]
@@ -341,25 +341,28 @@ def test_ten_thousand_ranks() -> None:
     assert products > flops / 10_000 / 6.5e8
 
 
-def test_where_it_begins() -> None:
-    """By hand: 2-D is behind at 4, before at 16 and 64, and missing at 8; it fits from 16 on."""
+def test_where_it_pays_by_hand() -> None:
+    """2-D does not fit at 4, is slower at 8, missing at 16, and faster at 32; at 64 one dimension does not fit."""
 
-    def point(world: int, **us: float) -> Point:
+    def point(world: int, **given: tuple[float, float]) -> Point:
         names = {"one": "1-D, sequence parallel", "two": "2-D"}
-        some = (Single(names[k], Strategy("1d", 1, world), v, 100.0 / world) for k, v in us.items())
+        some = (Single(names[k], Strategy("1d", 1, world), *v) for k, v in given.items())
         return Point(world, 8, tuple(some))
 
     points = (
-        point(4, one=1.0, two=2.0),
-        point(8, one=1.0),
-        point(16, one=1.0, two=0.9),
-        point(64, one=1, two=0.5),
+        point(4, one=(1.0, 5.0), two=(0.5, 20.0)),
+        point(8, one=(1.0, 5.0), two=(2.0, 5.0)),
+        point(16, one=(1.0, 5.0)),
+        point(32, one=(1.0, 5.0), two=(0.9, 5.0)),
+        point(64, one=(1.0, 11.0), two=(3.0, 9.0)),
     )
     sweep = Sweep(TINY, Topology("t", Cluster(1.0, (Level("a", 64, 1.0, 1.0),))), "strong", 10.0, points)
-    assert sweep.begins("2-D") == 16 and sweep.begins("1-D, sequence parallel") is None
-    assert sweep.fits_from("2-D") == 16 and sweep.methods == ("1-D, sequence parallel", "2-D")
-    back = Sweep(TINY, sweep.topology, "strong", 10.0, (*points, point(128, one=1.0, two=3.0)))
-    assert back.begins("2-D") is None, "it does not pay for good"
+    assert sweep.methods == ("1-D, sequence parallel", "2-D")
+    assert sweep.pays("2-D") == (32, 64) and sweep.pays("1-D, sequence parallel") == ()
+    assert sweep.fits_from("2-D") == 8 and sweep.fits_from("1-D, sequence parallel") == 4
+    rows = {line.split("  ")[0]: line.split() for line in str(sweep).splitlines() if line}
+    assert rows["pays"] == ["pays", "-", "32..64"]
+    assert rows["64"] == ["64", "8", "(0.0)", "0.0*"] and rows["16"] == ["16", "8", "0.0*", "-"]
 
 
 @pytest.mark.parametrize(

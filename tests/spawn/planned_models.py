@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import os
 import random
 
 import pytest
 import torch
+import torch.distributed as dist
 from grid_checks import F64, close, placed
 from grid_models import PlainBlock, PlainRMSNorm
 from torch import nn
@@ -126,6 +129,23 @@ def check_training(ctx: RankContext, seed: int) -> None:
             nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
             for optimizer in optimizers:
                 optimizer.step()
+
+
+def check_page(ctx: RankContext, first: str, second: str, folder: str) -> None:
+    """docs/planner.md: its snippets, the first on rank 0."""
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        if ctx.rank == 0:
+            exec(compile(first, "planner.md", "exec"), {})
+        dist.barrier(group=ctx.group)
+        torch.manual_seed(0)
+        ids, targets = torch.randint(0, 512, (2, 8, 64)).unbind()
+        names = {"group": ctx.group, "ids": ids, "targets": targets}
+        exec(compile(second, "planner.md", "exec"), names)
+        assert abs(names["loss"].item() - math.log(512)) < 1
+    finally:
+        os.chdir(before)
 
 
 def check_refusals(ctx: RankContext) -> None:

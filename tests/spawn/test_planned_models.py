@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import planned_models as checks
 import pytest
+from pages import snippets
 
 from tpkernels.testing import RankPool
 
@@ -34,6 +37,11 @@ def test_on_the_whole_job(ranks: RankPool, seed: int) -> None:
 
 def test_training(many_ranks: RankPool, seed: int) -> None:
     many_ranks.run(checks.check_training, seed, world=4)
+
+
+def test_the_page(many_ranks: RankPool, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    many_ranks.run(checks.check_page, *snippets("planner.md"), str(tmp_path), world=4)
 
 
 def test_refusals(many_ranks: RankPool) -> None:

@@ -24,6 +24,7 @@ _BYTES = (("parameters, gradients, optimizer", "#0072b2"), ("kept for backward",
 def draw(plan: Plan, path: str | Path) -> None:
     """Writes the picture; see ``Plan.picture``."""
     try:
+        from matplotlib import rc_context
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
@@ -57,7 +58,9 @@ def draw(plan: Plan, path: str | Path) -> None:
         fontsize="medium",
     )
     try:
-        canvas.figure.savefig(path)
+        svg = Path(path).suffix == ".svg"  # the same bytes for the same plan
+        with rc_context({"svg.hashsalt": "tpkernels", "svg.fonttype": "none"}):
+            canvas.figure.savefig(path, metadata={"Date": None} if svg else None)
     except (OSError, ValueError) as error:
         raise ArgumentError(f"picture: cannot write {str(path)!r}: {error}.") from None
 

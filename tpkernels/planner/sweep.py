@@ -7,6 +7,7 @@ is. That is the full simulation wherever copies lie alike in hosts: tests compar
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from tpkernels.tune.show import table
 __all__ = ["Point", "Sweep", "where_it_pays"]
 
 SCALINGS = ("strong", "weak")
+_BESIDE = "1-D, sequence parallel"
 
 
 class Point(NamedTuple):
@@ -54,17 +56,15 @@ class Sweep:
         seen = {single.name for point in self.points for single in point.singles}
         return tuple(name for name in order if name in seen)
 
-    def begins(self, method: str, beside: str = "1-D, sequence parallel") -> int | None:
-        """The first world from which on a method takes less than another at every point that has both, memory aside;
-        None: there is none."""
-        first = None
+    def pays(self, method: str) -> tuple[int, ...]:
+        """Worlds on which a method is within the limit, and one dimension with sequence parallelism is not, or takes
+        longer."""
+        found = []
         for point in self.points:
-            us = {single.name: single.us for single in point.singles}
-            if method not in us or beside not in us:
-                continue
-            pays = us[method] < us[beside]
-            first = (first or point.world) if pays else None
-        return first
+            within = {single.name: single.us for single in point.singles if single.peak_bytes <= self.limit}
+            if method in within and within[method] < within.get(_BESIDE, math.inf):
+                found.append(point.world)
+        return tuple(found)
 
     def fits_from(self, method: str) -> int | None:
         """The first world on which it is within the limit."""
@@ -79,13 +79,24 @@ class Sweep:
         )
         head = f"{self.model.name} on {self.topology.name}, {batch}: ms of a step, forward and backward; predicted."
         rows = [[f"{p.world}", f"{p.batch}", *(self._cell(p, m) for m in self.methods)] for p in self.points]
-        for what, of in (("pays from", self.begins), ("fits from", self.fits_from)):
-            rows.append([what, "", *(str(of(m) or "-") for m in self.methods)])
+        rows.append(["fits from", "", *(str(self.fits_from(m) or "-") for m in self.methods)])
+        rows.append(["pays", "", *(self._pays(m) for m in self.methods)])
         tail = (
-            "*: the least of the row that fits; (): more memory than a rank has. pays from: takes less than 1-D, "
-            "sequence\nparallel, there and on more ranks, memory aside; fits from: within the memory of a rank."
+            "*: the least of the row that fits; (): more memory than a rank has. pays: on these worlds it fits, and "
+            "1-D, sequence\nparallel, does not, or takes longer."
         )
         return f"{head}\n\n{table(['ranks', 'batch', *self.methods], rows)}\n\n{tail}"
+
+    def _pays(self, method: str) -> str:
+        """Worlds in a row as "8..64"."""
+        worlds = [point.world for point in self.points]
+        parts: list[list[int]] = []
+        for world in self.pays(method):
+            if parts and worlds.index(world) == worlds.index(parts[-1][-1]) + 1:
+                parts[-1].append(world)
+            else:
+                parts.append([world])
+        return ", ".join(f"{p[0]}..{p[-1]}" if len(p) > 1 else f"{p[0]}" for p in parts) or "-"
 
     def _cell(self, point: Point, method: str) -> str:
         found = next((s for s in point.singles if s.name == method), None)
