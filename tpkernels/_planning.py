@@ -45,7 +45,7 @@ def plan(
     Source:
         PrimePar (Wang et al., ASPLOS 2024), sections 4 and 5.
     """
-    from tpkernels.planner.plan import make_plan
+    from tpkernels.planner.make import make_plan
 
     return make_plan(model, world, topology, memory=memory, methods=methods, bytes=bytes)
 

@@ -17,8 +17,9 @@ from tpkernels.errors import ArgumentError
 from tpkernels.grids import Cluster, Level
 from tpkernels.planner import Plan, Topology, where_it_pays
 from tpkernels.planner.costs import Costs
+from tpkernels.planner.make import fitting_strategies
 from tpkernels.planner.model import LAYER, MODELS, ModelShape
-from tpkernels.planner.plan import Single, fitting_strategies
+from tpkernels.planner.plan import Single
 from tpkernels.planner.problem import Planned, input_of, names_of, output_of
 from tpkernels.planner.search import evaluate, search
 from tpkernels.planner.strategies import METHODS, Strategy
@@ -98,7 +99,7 @@ def test_placements_are_told_by_a_neighbour() -> None:
     """An operator between is said to lie as a linear layer beside it does, where it does."""
     plan = tpk.plan("llama8b", 8, "h200x8")
     for layer in range(plan.model.layers):
-        at = dict(zip(LAYER, plan.layer(layer), strict=True))
+        at = dict(zip(LAYER, plan.lines[plan.layer(layer)], strict=True))
         core = at["core"].strategy
         if output_of("qkv", at["qkv"].strategy).same(input_of("core", core)):
             assert core == at["qkv"].strategy
@@ -107,7 +108,7 @@ def test_placements_are_told_by_a_neighbour() -> None:
 def test_it_is_quick() -> None:
     """An 80-layer model on 32 devices, in a process that has computed nothing yet; the bar is 10 s on one core."""
     code = (
-        "import time, tpkernels as tpk, tpkernels.planner.plan\n"
+        "import time, tpkernels as tpk, tpkernels.planner.make\n"
         "began = time.process_time()\n"
         "plan = tpk.plan('llama70b', 32, 'h200')\n"
         "print(time.process_time() - began, len(plan.choices), plan.peak_bytes <= plan.limit)"

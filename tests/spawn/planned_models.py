@@ -17,8 +17,9 @@ from torch.nn import functional as F
 import tpkernels as tpk
 from tpkernels import nn as tnn
 from tpkernels.errors import ArgumentError, ShapeError
+from tpkernels.grids.execute import record_traffic
 from tpkernels.ops import _agreement
-from tpkernels.planner import Plan
+from tpkernels.planner import Bytes, Plan
 from tpkernels.planner.model import LAYER, ModelShape
 from tpkernels.planner.strategies import Strategy, misfits, strategies
 from tpkernels.planner.topology import TOPOLOGIES
@@ -129,6 +130,52 @@ def check_training(ctx: RankContext, seed: int) -> None:
             nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
             for optimizer in optimizers:
                 optimizer.step()
+
+
+def check_figures(ctx: RankContext, style: str) -> None:
+    """Parameters that a rank has, what is kept for backward, bytes that travel: as the plan counts them."""
+    of = ModelShape("m", 1, 128, 8, 8 if style == "gpt" else 4, 256, 128, 32, 16, style)
+    for strategy in strategies(ctx.world):
+        if misfits(strategy, of) or (ctx.world > 4 and strategy.copies > 1):
+            continue
+        plan = alone(strategy, of)
+        model = tpk.build(plan, ctx.group, dtype=torch.bfloat16)
+        held = sum(p.numel() for p in model.parameters())
+        counted = sum(line.cost.parameter_bytes for line in plan.lines) / Bytes().at_rest(1)
+        assert held == round(counted), strategy.text
+        storages = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        kept: dict[int, tuple[int, object]] = {}
+
+        def pack(t: torch.Tensor, kept: dict = kept, storages: set = storages) -> torch.Tensor:
+            storage = t.untyped_storage()
+            if storage.data_ptr() not in storages:
+                kept[storage.data_ptr()] = storage.nbytes(), storage  # held, so that no address comes twice
+            return t
+
+        ids = torch.randint(
+            0, of.vocab, (2, of.batch, of.sequence), generator=torch.Generator().manual_seed(1)
+        )
+        with _agreement.suspended(), record_traffic() as traffic:
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+                loss = model.loss(*ids)
+            loss.backward()
+        counted = sum(line.cost.kept_bytes for line in plan.lines)
+        # On the CPU attention's output is kept as two tensors, and F.rms_norm keeps what its fused kernels do not.
+        measured = sum(size for size, _ in kept.values())
+        most = 1.15 if style == "gpt" else 2.2
+        assert counted <= measured <= most * counted, (strategy.text, measured / counted)
+        if strategy.ranks == ctx.world and not strategy.method.startswith(
+            "1d"
+        ):  # of others collectives have a part
+            sent = torch.tensor(float(traffic.sent_bytes), dtype=F64)
+            dist.all_reduce(sent, group=ctx.group)
+            one_number = 4 * (
+                plan.choices[-1].inner.row_parts - 1
+            )  # of the mean, and biases, are not counted
+            counted = sum(plan.sent_bytes) + one_number
+            assert counted <= sent.item() / ctx.world <= counted * (1 if style == "llama" else 1.01), (
+                strategy.text
+            )
 
 
 def check_page(ctx: RankContext, first: str, second: str, folder: str) -> None:

@@ -26,6 +26,11 @@ def test_strategies_of_eight_ranks_mixed(many_ranks: RankPool, seed: int) -> Non
     many_ranks.run(checks.check_mixed, "llama", [seed], world=8)
 
 
+@pytest.mark.parametrize(("style", "world"), [("llama", 4), ("gpt", 4), ("llama", 8)])
+def test_figures(many_ranks: RankPool, style: str, world: int) -> None:
+    many_ranks.run(checks.check_figures, style, world=world)
+
+
 def test_what_the_planner_chooses(many_ranks: RankPool, seed: int) -> None:
     many_ranks.run(checks.check_planned, seed, world=4)
 

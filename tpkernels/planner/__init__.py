@@ -7,6 +7,7 @@
     problem         both as nodes and edges
     search          the best assignment: segmented dynamic programming
     plan            plans, in JSON
+    make            plans made
     report, picture plans as tables and as a picture
     sweep           where each method begins to pay
     build           models built from plans (the only one that needs torch)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from tpkernels.errors import ArgumentError
 from tpkernels.planner.costs import Bytes
+from tpkernels.planner.make import bytes_of, make_plan
 from tpkernels.planner.model import MODELS, ModelShape, model_of
-from tpkernels.planner.plan import bytes_of, make_plan
 from tpkernels.planner.strategies import METHODS
 from tpkernels.planner.sweep import doubling, where_it_pays
 from tpkernels.planner.topology import TOPOLOGIES

@@ -36,7 +36,7 @@ from tpkernels.grids.features import (
     lookup,
     over_features,
 )
-from tpkernels.grids.layout import Message
+from tpkernels.grids.layout import Message, messages, sent_elements
 from tpkernels.grids.method import Method
 from tpkernels.grids.spans import WHOLE
 from tpkernels.grids.timing import legs
@@ -149,14 +149,48 @@ class Costs:
         )
 
     def sent_bytes(self, name: str, strategy: Strategy) -> float:
-        """That a rank sends in a linear operator's products and its sum over copies, in the mean."""
+        """That a rank sends in an operator, in the mean."""
+        if name == "embedding":
+            return self._embedding_sent(strategy.outer)
         linear = self.model.linears.get(name)
         if linear is None:
             return 0.0
         method, sizes = strategy.one(linear.back), self._sizes(name, strategy)
-        sent = sum(p.sent_elements(sizes) for p in _programs(method)) / strategy.ranks
-        copies = 2 * (strategy.copies - 1) / strategy.copies * _weight_share(method) * sizes.k * sizes.n
-        return _HALF * (sent + copies)
+        sent = _HALF * sum(p.sent_elements(sizes) for p in _programs(method)) / strategy.ranks
+        sent += _summed_bytes(_HALF * _weight_share(method) * sizes.k * sizes.n, strategy.copies)
+        if linear.norm:
+            sent += self._norm_sent(strategy.outer)
+        return sent + self._loss_sent(strategy.inner) if name == "head" else sent
+
+    def _norm_sent(self, at: Placement) -> float:
+        model = self.model
+        kinds = 1 if model.style == "llama" else 2
+        weight = kinds * model.hidden * _HALF
+        if at.column_parts == 1:
+            return _summed_bytes(weight, at.row_parts // at.copies) + _summed_bytes(weight, at.copies)
+        own, everyone, parts = over_features(at.layout)
+        home, needed = features_home(at.layout.grid, at.layout), features_needed(at.layout)
+        return (
+            2 * _sent(own, everyone, model.tokens // at.copies, parts * kinds, _SINGLE)
+            + _sent(home, needed, kinds, model.hidden, _HALF)
+            + _sent(features_partial(at.layout), home, kinds, model.hidden, _HALF)
+            + _summed_bytes(weight / at.layout.grid.world, at.copies)
+        )
+
+    def _embedding_sent(self, at: Placement) -> float:
+        sizes = self.model.tokens // at.copies, self.model.hidden
+        sent = 0.0
+        for rows in dict.fromkeys(rows for rows, _ in at.layout.holders):
+            ways = lookup(at.layout, rows)
+            sent += _sent(ways.partial, ways.owners, *sizes, _HALF) + _sent(
+                ways.owners, ways.everyone, *sizes, _HALF
+            )
+        table = self.model.vocab * self.model.hidden / at.layout.grid.world
+        return sent + _summed_bytes(table * _HALF, at.copies)
+
+    def _loss_sent(self, at: Placement) -> float:
+        own, everyone, parts = over_features(at.layout)
+        return _sent(own, everyone, self.model.tokens // at.copies, parts * 3, _SINGLE)
 
     def _sizes(self, name: str, strategy: Strategy) -> Sizes:
         sizes = self.model.sizes(name)
@@ -170,9 +204,12 @@ class Costs:
         weight = _weight_share(method) * sizes.k * sizes.n
         copies_us = self._sum_us(weight * _HALF, strategy.ranks, strategy.copies)
         x = sizes.m * sizes.k * float(_share(method.home("X")))
-        biases = (
-            sum(linear.out_features) / strategy.ranks if self.model.style == "gpt" and name != "head" else 0
-        )
+        biases = 0.0
+        if (
+            self.model.style == "gpt" and name != "head"
+        ):  # that of a row-parallel layer is whole on every rank
+            whole = linear.back and strategy.method.startswith("1d")
+            biases = sum(linear.out_features) / (1 if whole else strategy.ranks)
         return Cost(
             us=sum(t.us for t in timings) + copies_us,
             products_us=sum(t.products_us for t in timings),
@@ -294,6 +331,16 @@ def _passing(method: Method, sizes: Sizes) -> float:
             results = sum(n for name, n in held.items() if re.match(r"(Y|dX|dW)\b", name))
             most = max(most, _SINGLE * results + _HALF * (sum(held.values()) - results))
     return most
+
+
+def _sent(source: Layout, target: Layout, rows: int, columns: int, element_bytes: int) -> float:
+    """Bytes that a rank sends, in the mean."""
+    return sent_elements(messages(source, target), rows, columns) * element_bytes / source.grid.world
+
+
+def _summed_bytes(of_bytes: float, ranks: int) -> float:
+    """That a rank sends in an all-reduce."""
+    return 2 * (ranks - 1) / ranks * of_bytes
 
 
 def _share(layout: Layout) -> float:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tpkernels.errors import ArgumentError, BackendError
-from tpkernels.planner.model import LAYER
 from tpkernels.planner.plan import Line, Plan
 
 __all__ = ["draw"]
@@ -66,8 +65,7 @@ def draw(plan: Plan, path: str | Path) -> None:
 
 
 def _bars(plan: Plan) -> list[Sequence[Line]]:
-    size = len(LAYER)
-    layers = [plan.lines[1 + k * size : 1 + (k + 1) * size] for k in range(plan.model.layers)]
+    layers = [plan.lines[plan.layer(k)] for k in range(plan.model.layers)]
     return [plan.lines[:1], *layers, plan.lines[-1:]]
 
 

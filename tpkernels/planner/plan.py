@@ -1,11 +1,10 @@
-"""Plans: which strategy every operator of a model has, found by the search, with what it should take; in JSON, too."""
+"""Plans: which strategy every operator of a model has, with what it should take; in JSON, too."""
 
 from __future__ import annotations
 
 import json
 import math
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -13,30 +12,30 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tpkernels.errors import ArgumentError, GroupError
 from tpkernels.planner.costs import Bytes, Cost, Costs
-from tpkernels.planner.model import LAYER, ModelShape, model_of
-from tpkernels.planner.problem import Planned, input_of, is_outer, names_of, output_of, tensors_between
-from tpkernels.planner.search import evaluate, least_memory, search
-from tpkernels.planner.strategies import METHODS, NAMES, Strategy, misfits, strategies
+from tpkernels.planner.model import LAYER, ModelShape
+from tpkernels.planner.problem import input_of, names_of, output_of, tensors_between
+from tpkernels.planner.strategies import METHODS, NAMES, Placement, Strategy, misfits, strategies
 from tpkernels.planner.topology import Topology, topology_of
 
 if TYPE_CHECKING:
     from tpkernels.comm.choice import Machine
 
-__all__ = ["Line", "Plan", "Run", "Single", "bytes_of", "make_plan", "singles"]
+__all__ = ["Line", "Plan", "Run", "Single", "check_world", "singles"]
 
 FORMAT = 1
-_GB = 1e9
 
 
 class Line(NamedTuple):
-    """An operator of a plan: what it costs itself; the way of its inputs, and of their gradients; bytes that a rank
-    sends for both, in the mean."""
+    """An operator of a plan: what it costs itself, and the way of its inputs, and of their gradients.
+
+    before: operators that these come from, with their strategies.
+    """
 
     operator: str
     strategy: Strategy
     cost: Cost
     moved_us: float
-    sent_bytes: float
+    before: tuple[tuple[str, Strategy], ...]
 
     @property
     def us(self) -> float:
@@ -92,31 +91,47 @@ class Plan:
         names = names_of(self.model.layers)
         found: list[Line] = []
         stream = 0  # where the residual stream was added to, or began, last
-        known: dict[tuple[object, ...], Line] = {}
+        known: dict[tuple[str, Strategy, tuple[tuple[str, Strategy], ...]], Line] = {}
         for place, (name, strategy) in enumerate(zip(names, self.choices, strict=True)):
             before = [(place - 1, names[place - 1])] if place else []
             if name.endswith("residual"):
                 before.append((stream, names[stream]))
                 stream = place
-            key = (name, strategy, *((one, self.choices[at]) for at, one in before))
+            key = name, strategy, tuple((one, self.choices[at]) for at, one in before)
             if key not in known:
-                known[key] = self._line(name, strategy, [(one, self.choices[at]) for at, one in before])
+                known[key] = self._line(*key)
             found.append(known[key])
         return tuple(found)
 
-    def _line(self, name: str, strategy: Strategy, before: Sequence[tuple[str, Strategy]]) -> Line:
-        costs, target = self.costs, input_of(name, strategy)
-        us = sent = 0.0
-        kept = 0.0
+    def _line(self, name: str, strategy: Strategy, before: tuple[tuple[str, Strategy], ...]) -> Line:
+        us = kept = 0.0
+        for one, features, source, target in self._ways(name, strategy, before):
+            us += self.costs.between(features, source, target)
+            kept += self.costs.core_output_bytes(source) if one == "core" else 0.0
+        cost = self.costs.operator(name, strategy)
+        return Line(name, strategy, cost._replace(kept_bytes=cost.kept_bytes + kept), us, before)
+
+    def _ways(
+        self, name: str, strategy: Strategy, before: tuple[tuple[str, Strategy], ...]
+    ) -> Iterator[tuple[str, tuple[int, ...], Placement, Placement]]:
+        """Of inputs that lie otherwise than the operator takes them: where from, their features, both placements."""
+        target = input_of(name, strategy)
         for one, other in before:
-            source, features = output_of(one, other), tensors_between(self.model, one, name)
+            source = output_of(one, other)
             if not source.same(target):
-                us += costs.between(features, source, target)
-                sent += costs.bytes_between(features, source, target)
-                kept += costs.core_output_bytes(source) if one == "core" else 0.0
-        cost = costs.operator(name, strategy)
-        cost = cost._replace(kept_bytes=cost.kept_bytes + kept)
-        return Line(name, strategy, cost, us, sent + costs.sent_bytes(name, strategy))
+                yield one, tensors_between(self.model, one, name), source, target
+
+    @cached_property
+    def sent_bytes(self) -> tuple[float, ...]:
+        """By line, what a rank sends in the mean, in the operator and for its inputs and their gradients."""
+        known: dict[tuple[object, ...], float] = {}
+        for line in self.lines:
+            key = (line.operator, line.strategy, line.before)
+            if key not in known:
+                ways = self._ways(line.operator, line.strategy, line.before)
+                moved = sum(self.costs.bytes_between(*way[1:]) for way in ways)
+                known[key] = moved + self.costs.sent_bytes(line.operator, line.strategy)
+        return tuple(known[line.operator, line.strategy, line.before] for line in self.lines)
 
     @property
     def us(self) -> float:
@@ -134,8 +149,7 @@ class Plan:
         """Layers by what they have in common."""
         found: list[Run] = []
         for layer in range(self.model.layers):
-            begin = 1 + layer * len(LAYER)
-            here = self.choices[begin : begin + len(LAYER)]
+            here = self.choices[self.layer(layer)]
             if found and found[-1].strategies == here:
                 found[-1] = found[-1]._replace(last=layer)
             else:
@@ -145,13 +159,13 @@ class Plan:
     def on(self, topology: Topology | Machine | str | Path) -> Plan:
         """The same choices on another machine: what they would take there."""
         moved = topology_of(topology)
-        _check_world(self.world, moved)
+        check_world(self.world, moved)
         return replace(self, topology=moved, bound_us=0.0)
 
-    def layer(self, number: int) -> tuple[Line, ...]:
-        """Lines of a layer."""
+    def layer(self, number: int) -> slice:
+        """Of lines and choices, those of a layer."""
         begin = 1 + number * len(LAYER)
-        return self.lines[begin : begin + len(LAYER)]
+        return slice(begin, begin + len(LAYER))
 
     @cached_property
     def singles(self) -> tuple[Single, ...]:
@@ -264,65 +278,6 @@ class Plan:
         draw(self, path)
 
 
-def make_plan(
-    model: ModelShape | str,
-    world: int,
-    topology: Topology | Machine | str | Path,
-    *,
-    memory: float | str | None = None,
-    methods: Iterable[str] | None = None,
-    bytes: Bytes | None = None,
-) -> Plan:
-    """See ``tpkernels.plan``."""
-    model, topology = model_of(model), topology_of(topology)
-    _check_world(world, topology)
-    limit = topology.memory_bytes if memory is None else bytes_of(memory)
-    fitting = fitting_strategies(model, world, METHODS if methods is None else tuple(methods))
-    planned = Planned(Costs(model, topology, world, bytes or Bytes()), fitting)
-    found = search(planned.problem, limit)
-    if found is None:
-        raise ArgumentError(_nothing_fits(planned, limit))
-    plan = _plan_of(planned, found.states, limit, found.bound)
-    # Where the limit matters the search is near the best: one strategy throughout may be nearer.
-    alone = (s for s in plan.singles if s.strategy in fitting and s.peak_bytes <= limit)
-    best = min(alone, key=lambda s: s.us, default=None)
-    if best is not None and best.us < plan.us:
-        plan = replace(plan, choices=(best.strategy,) * len(plan.choices))
-    return plan
-
-
-def fitting_strategies(model: ModelShape, world: int, methods: Sequence[str]) -> tuple[Strategy, ...]:
-    """Those of some methods that can cut the model.
-
-    Raises:
-        ArgumentError: an unknown method, a world that is no grid of any, sizes that none can cut.
-    """
-    for method in methods:
-        if method not in METHODS:
-            raise ArgumentError(f"methods: expected some of {', '.join(map(repr, METHODS))}, got {method!r}.")
-    if not methods:
-        raise ArgumentError("methods: at least one is needed, but there is none.")
-    every = strategies(world, methods)
-    if world > 1 and all(s.ranks == 1 for s in every):
-        try:
-            Strategy(methods[0], world, 1).one(False)
-            raise ArgumentError(
-                f"methods: {NAMES[methods[0]]} has q x q ranks at two depths or more, and {world} ranks have no such "
-                "grid; 8, 12, 16 or 18 do."
-            )
-        except GroupError as error:
-            raise ArgumentError(f"methods: {methods[0]!r} on {world} ranks: {error}") from None
-    misfitting = {s: misfits(s, model) for s in every}
-    fitting = tuple(s for s, sentences in misfitting.items() if not sentences)
-    if not fitting:
-        nearest = sorted(misfitting.values(), key=len)[:3]
-        raise ArgumentError(
-            f"model: none of {len(every)} ways to cut {model.name} over {world} ranks fits; the nearest: "
-            + " Or: ".join(" ".join(sentences) for sentences in nearest)
-        )
-    return fitting
-
-
 def singles(costs: Costs, limit: float) -> tuple[Single, ...]:
     """See ``Plan.singles``."""
     found = []
@@ -349,25 +304,8 @@ def _single(name: str, strategy: Strategy, costs: Costs) -> Single:
     return Single(name, strategy, whole.us, whole.peak_bytes)
 
 
-def _plan_of(planned: Planned, states: Sequence[int], limit: float, bound: float) -> Plan:
-    costs = planned.costs
-    names = names_of(costs.model.layers)
-    choices = [planned.states(name)[state] for name, state in zip(names, states, strict=True)]
-    # A placement is told by the strategy of a linear layer beside it, where that has it.
-    for place, name in enumerate(names):
-        if is_outer(name) is None or name == "embedding":
-            continue
-        own = output_of(name, choices[place])
-        for beside in (place - 1, place + 1):
-            if 0 <= beside < len(names) and is_outer(names[beside]) is None:
-                given = output_of if beside < place else input_of
-                if own.same(given(names[beside], choices[beside])):
-                    choices[place] = choices[beside]
-                    break
-    return Plan(costs.model, costs.topology, costs.world, tuple(choices), limit, costs.bytes, bound)
-
-
-def _check_world(world: int, topology: Topology) -> None:
+def check_world(world: int, topology: Topology) -> None:
+    """ArgumentError unless it is a number of ranks that the topology joins."""
     if type(world) is not int or world < 1:
         raise ArgumentError(f"world: expected a number of ranks, 1 or more, got {world!r}.")
     if world > topology.ranks:
@@ -375,44 +313,3 @@ def _check_world(world: int, topology: Topology) -> None:
             f"world: topology {topology.name!r} joins {topology.ranks} ranks, but it is {world}; describe the links "
             "between more, or take fewer."
         )
-
-
-_UNITS: Mapping[str, float] = {"MB": 1e6, "GB": 1e9, "MIB": 2.0**20, "GIB": 2.0**30}
-
-
-def bytes_of(memory: float | str) -> float:
-    """Of a number, or a text such as "80GB".
-
-    Raises:
-        ArgumentError: neither.
-    """
-    found = re.fullmatch(r"\s*([\d.]+)\s*([A-Za-z]+)\s*", memory) if isinstance(memory, str) else None
-    try:
-        size = float(memory) if found is None else float(found[1]) * _UNITS[found[2].upper()]
-    except (KeyError, ValueError, TypeError):
-        size = math.nan
-    if not size > 0:
-        raise ArgumentError(
-            f"memory: expected bytes above 0, or a text such as '80GB' ({', '.join(_UNITS)}), got {memory!r}."
-        )
-    return size
-
-
-def _nothing_fits(planned: Planned, limit: float) -> str:
-    problem, costs = planned.problem, planned.costs
-    states = least_memory(problem)
-    assert states is not None
-    needed = evaluate(problem, states).peak
-    nearest = _plan_of(planned, states, limit, 0.0)
-    middle = nearest.layer(0)
-    used = ", ".join(
-        f"{line.operator} {line.strategy.text}" for line in middle if is_outer(line.operator) is None
-    )
-    rest = sum(line.cost.parameter_bytes for line in nearest.lines)
-    kept = sum(line.cost.kept_bytes for line in nearest.lines)
-    return (
-        f"memory: nothing fits {limit / _GB:.1f} GB a rank; the plan that needs least takes {needed / _GB:.1f} GB, "
-        f"{(needed - limit) / _GB:.1f} GB too many: {rest / _GB:.1f} GB of parameters with gradients and optimizer "
-        f"states, {kept / _GB:.1f} GB kept for backward, {(needed - rest - kept) / _GB:.1f} GB of buffers "
-        f"({used}); take more ranks than {costs.world}, or a smaller batch than {costs.model.batch}."
-    )

@@ -30,17 +30,19 @@ def text(plan: Plan) -> str:
         "Predicted, not measured."
     ]
     for run in plan.runs:
-        parts.append(
-            f"{_layers(run, model.layers)}\n\n{_of_layer(plan.layer((run.first + run.last + 1) // 2))}"
-        )
-    ends = [_row("embedding", plan.lines[0]), _row("norm, head, loss", plan.lines[-1])]
+        parts.append(f"{_layers(run, model.layers)}\n\n{_of_layer(plan, (run.first + run.last + 1) // 2)}")
+    sent = plan.sent_bytes
+    ends = [
+        _row("embedding", plan.lines[0], sent[0]),
+        _row("norm, head, loss", plan.lines[-1], sent[-1]),
+    ]
     whole = [
         "whole step",
         "",
         _ms(plan.us),
         *_times(plan.lines),
         _gb(plan.peak_bytes),
-        _gb(_sent(plan.lines)),
+        _gb(sum(sent)),
     ]
     parts.append("ends, and all together\n\n" + table(_HEADINGS, [*ends, whole]))
     parts.append(_alone(plan))
@@ -66,19 +68,20 @@ def _layers(run: Run, layers: int) -> str:
     return f"{'each layer' if run.last - run.first + 1 == layers else f'layers {run.first} to {run.last}'}"
 
 
-def _of_layer(lines: Sequence[Line]) -> str:
-    rows = [_row(_NAMES.get(line.operator, line.operator), line) for line in lines]
+def _of_layer(plan: Plan, number: int) -> str:
+    lines, sent = plan.lines[plan.layer(number)], plan.sent_bytes[plan.layer(number)]
+    rows = [_row(_NAMES.get(e.operator, e.operator), e, of) for e, of in zip(lines, sent, strict=True)]
     rest = sum(line.cost.parameter_bytes + line.cost.kept_bytes for line in lines)
     us = sum(line.us for line in lines)
-    rows.append(["layer", "", _ms(us), *_times(lines), _gb(rest), _gb(_sent(lines))])
+    rows.append(["layer", "", _ms(us), *_times(lines), _gb(rest), _gb(sum(sent))])
     return table(_HEADINGS, rows)
 
 
-def _row(name: str, line: Line) -> list[str]:
+def _row(name: str, line: Line, sent: float) -> list[str]:
     cost = line.cost
     at = {True: "x of ", False: "y of ", None: ""}[is_outer(line.operator)]
     memory = _gb(cost.parameter_bytes + cost.kept_bytes)
-    return [name, at + line.strategy.text, _ms(line.us), *_times([line]), memory, _gb(line.sent_bytes)]
+    return [name, at + line.strategy.text, _ms(line.us), *_times([line]), memory, _gb(sent)]
 
 
 def _times(lines: Sequence[Line]) -> list[str]:
@@ -113,10 +116,6 @@ def _mixture(plan: Plan) -> str:
     linear = [line.strategy.text for line in plan.lines if is_outer(line.operator) is None]
     different = len(dict.fromkeys(linear))
     return linear[0] if different == 1 else f"{different} strategies"
-
-
-def _sent(lines: Sequence[Line]) -> float:
-    return sum(line.sent_bytes for line in lines)
 
 
 def _ms(us: float) -> str:
