@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tpkernels.comm.choice import Machine
     from tpkernels.ops._groups import GroupLike
-    from tpkernels.planner import Bytes, ModelShape, Plan, Topology
+    from tpkernels.planner import ModelShape, ParameterBytes, Plan, Topology
     from tpkernels.planner.build import PlannedModel
 
 __all__ = ["build", "plan"]
@@ -22,7 +22,7 @@ def plan(
     *,
     memory: float | str | None = None,
     methods: Iterable[str] | None = None,
-    bytes: Bytes | None = None,
+    per_parameter: ParameterBytes | None = None,
 ) -> Plan:
     """The way to cut every operator of a model over ranks that should take least time.
 
@@ -35,7 +35,7 @@ def plan(
             ``tpkernels.calibrate`` measured of a host.
         memory: bytes of a rank, or a text such as "80GB"; None: the topology's.
         methods: those that may be used, of "1d", "1d-sp", "2d", "2.5d", "3d", "spatial-temporal"; None: all.
-        bytes: of a parameter, its gradient and optimizer states; None: mixed precision with Adam.
+        per_parameter: bytes of a parameter, its gradient and optimizer states; None: mixed precision with Adam.
     Returns:
         A plan: ``print`` shows it, ``save`` and ``picture`` keep it, ``tpkernels.build`` makes the model. Where memory
         does not matter it is the best of all; else it is within the limit, and ``bound_us`` says how near to the best.
@@ -47,7 +47,7 @@ def plan(
     """
     from tpkernels.planner.make import make_plan
 
-    return make_plan(model, world, topology, memory=memory, methods=methods, bytes=bytes)
+    return make_plan(model, world, topology, memory=memory, methods=methods, per_parameter=per_parameter)
 
 
 def build(plan: Plan, group: GroupLike = None, **options: Any) -> PlannedModel:

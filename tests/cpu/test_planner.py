@@ -15,7 +15,7 @@ import tpkernels as tpk
 from tpkernels.comm.machines import MACHINES
 from tpkernels.errors import ArgumentError
 from tpkernels.grids import Cluster, Level
-from tpkernels.planner import Plan, Topology, where_it_pays
+from tpkernels.planner import ParameterBytes, Plan, Topology, where_it_pays
 from tpkernels.planner.costs import Costs
 from tpkernels.planner.make import fitting_strategies
 from tpkernels.planner.model import LAYER, MODELS, ModelShape
@@ -147,6 +147,7 @@ def test_json_that_is_none(tmp_path: Path) -> None:
         (changed("layers", to=[]), "0 layers of 3"),
         (changed("layers", 0, "layers", to=[1, 2]), "layers from 1, where 0 is next"),
         (changed("world", to=4), "plan: it is for 4 ranks, but .* has 8; plan again"),
+        (changed("per_parameter", "optimizer", to="12"), "per_parameter: optimizer must be a number"),
         (changed("head", "method", to="5d"), "strategy: expected a method"),
         (changed("model", "batch", to=7), "plan: batch: .* but it is 7; "),
         (changed("topology", "levels", to=[]), "levels: a cluster needs one"),
@@ -197,6 +198,11 @@ def test_what_is_refused(changed: dict, message: str) -> None:
     given = {"model": TINY, "world": 4, "topology": "h200", **changed}
     with pytest.raises(ArgumentError, match=message):
         tpk.plan(**given)
+
+
+def test_bytes_that_are_none() -> None:
+    with pytest.raises(ArgumentError, match="per_parameter: weight must be a number of bytes, but it is -1"):
+        ParameterBytes(weight=-1)
 
 
 def test_the_nearest_that_does_not_fit_is_told() -> None:

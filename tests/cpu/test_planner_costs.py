@@ -10,7 +10,7 @@ import pytest
 from bench.models import MODELS as MEASURED
 from tpkernels.errors import ArgumentError, GroupError
 from tpkernels.grids import Cluster, Level, backward, exchange_us, forward, messages, predict, sent_elements
-from tpkernels.planner.costs import Bytes, Cost, Costs
+from tpkernels.planner.costs import Cost, Costs, ParameterBytes
 from tpkernels.planner.model import MODELS, ModelShape, model_of
 from tpkernels.planner.strategies import (
     METHODS,
@@ -182,7 +182,9 @@ def test_memory_by_hand() -> None:
     assert down.kept_bytes == 2 * 64 * 128 / 8
     assert of.operator("core", strategy).kept_bytes == 2 * 64 * (64 + 64 + 64) / 8
     assert of.operator("activation", strategy).kept_bytes == 3 * 2 * 64 * 128 / 8
-    shared = Costs(TINY, of.topology, 8, Bytes(optimizer_over_copies=True)).operator("down", strategy)
+    shared = Costs(TINY, of.topology, 8, ParameterBytes(optimizer_over_copies=True)).operator(
+        "down", strategy
+    )
     assert shared.parameter_bytes == (6 + 12 / 2) * 128 * 64 / 4
     x, w, y = 64 * 128 / 8, 128 * 64 / 4, 64 * 64 / 8
     # Backward of 2 x 2 ranks: the present blocks and the next ones, products in float32.

@@ -19,7 +19,7 @@ from tpkernels import nn as tnn
 from tpkernels.errors import ArgumentError, ShapeError
 from tpkernels.grids.execute import record_traffic
 from tpkernels.ops import _agreement
-from tpkernels.planner import Bytes, Plan
+from tpkernels.planner import ParameterBytes, Plan
 from tpkernels.planner.model import LAYER, ModelShape
 from tpkernels.planner.strategies import Strategy, misfits, strategies
 from tpkernels.planner.topology import TOPOLOGIES
@@ -141,7 +141,7 @@ def check_figures(ctx: RankContext, style: str) -> None:
         plan = alone(strategy, of)
         model = tpk.build(plan, ctx.group, dtype=torch.bfloat16)
         held = sum(p.numel() for p in model.parameters())
-        counted = sum(line.cost.parameter_bytes for line in plan.lines) / Bytes().at_rest(1)
+        counted = sum(line.cost.parameter_bytes for line in plan.lines) / ParameterBytes().at_rest(1)
         assert held == round(counted), strategy.text
         storages = {p.untyped_storage().data_ptr() for p in model.parameters()}
         kept: dict[int, tuple[int, object]] = {}

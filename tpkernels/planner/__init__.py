@@ -17,10 +17,19 @@
 
 from __future__ import annotations
 
-from tpkernels.planner.costs import Bytes
+from tpkernels.planner.costs import ParameterBytes
 from tpkernels.planner.model import MODELS, ModelShape
 from tpkernels.planner.plan import Plan
 from tpkernels.planner.sweep import Sweep, where_it_pays
 from tpkernels.planner.topology import TOPOLOGIES, Topology
 
-__all__ = ["MODELS", "TOPOLOGIES", "Bytes", "ModelShape", "Plan", "Sweep", "Topology", "where_it_pays"]
+__all__ = [
+    "MODELS",
+    "TOPOLOGIES",
+    "ModelShape",
+    "ParameterBytes",
+    "Plan",
+    "Sweep",
+    "Topology",
+    "where_it_pays",
+]

@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 
 from tpkernels.errors import ArgumentError
-from tpkernels.planner.costs import Bytes
-from tpkernels.planner.make import bytes_of, make_plan
+from tpkernels.planner.costs import ParameterBytes
+from tpkernels.planner.make import make_plan
 from tpkernels.planner.model import MODELS, ModelShape, model_of
 from tpkernels.planner.strategies import METHODS
 from tpkernels.planner.sweep import doubling, where_it_pays
@@ -48,18 +48,17 @@ def run(given: argparse.Namespace) -> None:
     """Prints what was asked for."""
     model = _model(given)
     memory = float("inf") if given.memory == "none" else given.memory
-    of_parameters = Bytes(optimizer_over_copies=given.share_optimizer)
+    of_parameters = ParameterBytes(optimizer_over_copies=given.share_optimizer)
     if given.sweep:
         for option in ("world", "methods", "json", "picture"):
             if getattr(given, option) is not None:
                 raise ArgumentError(
                     f"--{option}: it is of a plan, and --sweep makes none; leave one of them out."
                 )
-        limit = None if memory is None else bytes_of(memory)
         worlds = list(doubling(*_worlds(given.worlds or "8..8192")))
         print(
             where_it_pays(
-                model, worlds, given.topology, scaling=given.sweep, memory_bytes=limit, bytes=of_parameters
+                model, worlds, given.topology, scaling=given.sweep, memory=memory, per_parameter=of_parameters
             )
         )
         return
@@ -67,7 +66,9 @@ def run(given: argparse.Namespace) -> None:
         raise ArgumentError("--worlds: it is of --sweep; give --world RANKS for a plan.")
     methods = None if given.methods is None else given.methods.split(",")
     world = 8 if given.world is None else given.world
-    plan = make_plan(model, world, given.topology, memory=memory, methods=methods, bytes=of_parameters)
+    plan = make_plan(
+        model, world, given.topology, memory=memory, methods=methods, per_parameter=of_parameters
+    )
     print(plan)
     if given.json is not None:
         plan.save(given.json)

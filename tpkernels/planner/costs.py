@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
+from tpkernels.errors import ArgumentError
 from tpkernels.grids import Cluster, Layout, Program, Sizes, backward, exchange_us, forward, peak, predict
 from tpkernels.grids.features import (
     features_home,
@@ -44,7 +45,7 @@ from tpkernels.planner.model import Linear, ModelShape
 from tpkernels.planner.strategies import Placement, Strategy, moved_bytes, moved_us
 from tpkernels.planner.topology import Topology
 
-__all__ = ["Bytes", "Cost", "Costs"]
+__all__ = ["Cost", "Costs", "ParameterBytes"]
 
 _HALF, _SINGLE = 2, 4  # bytes of bf16 and of float32
 
@@ -54,7 +55,7 @@ _CORE = 3.5  # products forward and backward over those of forward: a flash kern
 
 
 @dataclass(frozen=True)
-class Bytes:
+class ParameterBytes:
     """Of a parameter. The default is mixed precision: bf16 weights, fp32 gradients (``main_grad``), and a fp32 copy
     with two moments of Adam's.
 
@@ -66,6 +67,12 @@ class Bytes:
     gradient: float = 4.0
     optimizer: float = 12.0
     optimizer_over_copies: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("weight", "gradient", "optimizer"):
+            size = getattr(self, name)
+            if type(size) not in (int, float) or not 0 <= size < math.inf:
+                raise ArgumentError(f"per_parameter: {name} must be a number of bytes, but it is {size!r}.")
 
     def at_rest(self, copies: int) -> float:
         """Of a parameter that so many copies have."""
@@ -103,7 +110,7 @@ class Costs:
     model: ModelShape
     topology: Topology
     world: int
-    bytes: Bytes = field(default_factory=Bytes)
+    per_parameter: ParameterBytes = field(default_factory=ParameterBytes)
 
     @property
     def cluster(self) -> Cluster:
@@ -215,7 +222,7 @@ class Costs:
             products_us=sum(t.products_us for t in timings),
             messages_us=sum(t.messages_us for t in timings),
             copies_us=copies_us,
-            parameter_bytes=(weight + biases) * self.bytes.at_rest(strategy.copies),
+            parameter_bytes=(weight + biases) * self.per_parameter.at_rest(strategy.copies),
             kept_bytes=x * _HALF,
             passing_bytes=_passing(method, sizes),
         )
@@ -236,7 +243,7 @@ class Costs:
                 products_us=local,
                 messages_us=within,
                 copies_us=copies,
-                parameter_bytes=kinds * model.hidden * self.bytes.at_rest(at.copies),
+                parameter_bytes=kinds * model.hidden * self.per_parameter.at_rest(at.copies),
                 kept_bytes=elements * _HALF,
             )
         own, everyone, parts = over_features(at.layout)
@@ -253,7 +260,7 @@ class Costs:
             products_us=local,
             messages_us=statistics + weights,
             copies_us=copies,
-            parameter_bytes=kinds * model.hidden / ranks * self.bytes.at_rest(at.copies),
+            parameter_bytes=kinds * model.hidden / ranks * self.per_parameter.at_rest(at.copies),
             kept_bytes=elements * _HALF,
         )
 
@@ -283,7 +290,7 @@ class Costs:
             us=sent + copies,
             messages_us=sent,
             copies_us=copies,
-            parameter_bytes=table * self.bytes.at_rest(at.copies),
+            parameter_bytes=table * self.per_parameter.at_rest(at.copies),
         )
 
     def _loss(self, at: Placement) -> Cost:

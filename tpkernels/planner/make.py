@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tpkernels.errors import ArgumentError, GroupError
-from tpkernels.planner.costs import Bytes, Costs
+from tpkernels.planner.costs import Costs, ParameterBytes
 from tpkernels.planner.model import ModelShape, model_of
 from tpkernels.planner.plan import Plan, check_world
 from tpkernels.planner.problem import Planned, input_of, is_outer, names_of, output_of
@@ -33,14 +33,14 @@ def make_plan(
     *,
     memory: float | str | None = None,
     methods: Iterable[str] | None = None,
-    bytes: Bytes | None = None,
+    per_parameter: ParameterBytes | None = None,
 ) -> Plan:
     """See ``tpkernels.plan``."""
     model, topology = model_of(model), topology_of(topology)
     check_world(world, topology)
     limit = topology.memory_bytes if memory is None else bytes_of(memory)
     fitting = fitting_strategies(model, world, METHODS if methods is None else tuple(methods))
-    planned = Planned(Costs(model, topology, world, bytes or Bytes()), fitting)
+    planned = Planned(Costs(model, topology, world, per_parameter or ParameterBytes()), fitting)
     found = search(planned.problem, limit)
     if found is None:
         raise ArgumentError(_nothing_fits(planned, limit))
@@ -100,7 +100,7 @@ def _plan_of(planned: Planned, states: Sequence[int], limit: float, bound: float
                 if own.same(given(names[beside], choices[beside])):
                     choices[place] = choices[beside]
                     break
-    return Plan(costs.model, costs.topology, costs.world, tuple(choices), limit, costs.bytes, bound)
+    return Plan(costs.model, costs.topology, costs.world, tuple(choices), limit, costs.per_parameter, bound)
 
 
 _UNITS: Mapping[str, float] = {"MB": 1e6, "GB": 1e9, "MIB": 2.0**20, "GIB": 2.0**30}

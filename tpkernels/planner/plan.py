@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tpkernels.errors import ArgumentError, GroupError
-from tpkernels.planner.costs import Bytes, Cost, Costs
+from tpkernels.planner.costs import Cost, Costs, ParameterBytes
 from tpkernels.planner.model import LAYER, ModelShape
 from tpkernels.planner.problem import input_of, names_of, output_of, tensors_between
 from tpkernels.planner.strategies import METHODS, NAMES, Placement, Strategy, misfits, strategies
@@ -65,7 +65,7 @@ class Plan:
     """``print`` shows it; ``save`` and ``load`` keep it; ``tpkernels.build`` makes the model.
 
     Attributes:
-        model, topology, world, bytes: what was planned for.
+        model, topology, world, per_parameter: what was planned for.
         limit: bytes of a rank.
         choices: strategies of the embedding, of each layer's operators in order, and of the head. An operator that is
             no linear layer is placed as that strategy's x (embedding, residual sums) or y (core, activation) lies.
@@ -77,13 +77,13 @@ class Plan:
     world: int
     choices: tuple[Strategy, ...]
     limit: float = math.inf
-    bytes: Bytes = field(default_factory=Bytes)
+    per_parameter: ParameterBytes = field(default_factory=ParameterBytes)
     bound_us: float = 0.0
 
     @cached_property
     def costs(self) -> Costs:
         """Of its operators."""
-        return Costs(self.model, self.topology, self.world, self.bytes)
+        return Costs(self.model, self.topology, self.world, self.per_parameter)
 
     @cached_property
     def lines(self) -> tuple[Line, ...]:
@@ -192,7 +192,7 @@ class Plan:
             "topology": self.topology.to_dict(),
             "world": self.world,
             "limit_bytes": self.limit if math.isfinite(self.limit) else None,
-            "bytes": asdict(self.bytes),
+            "per_parameter": asdict(self.per_parameter),
             "embedding": self.choices[0].to_dict(),
             "layers": runs,
             "head": self.choices[-1].to_dict(),
@@ -228,7 +228,7 @@ class Plan:
                 world,
                 tuple(choices),
                 limit,
-                Bytes(**given["bytes"]),
+                ParameterBytes(**given["per_parameter"]),
                 float(given["predicted"]["bound_us"]),
             )
         except (KeyError, TypeError, ValueError, GroupError) as error:
@@ -299,7 +299,7 @@ def _single(name: str, strategy: Strategy, costs: Costs) -> Single:
         costs.topology,
         costs.world,
         (strategy,) * (2 + costs.model.layers * len(LAYER)),
-        bytes=costs.bytes,
+        per_parameter=costs.per_parameter,
     )
     return Single(name, strategy, whole.us, whole.peak_bytes)
 

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tpkernels.errors import ArgumentError
-from tpkernels.planner.costs import Bytes, Costs
+from tpkernels.planner.costs import Costs, ParameterBytes
+from tpkernels.planner.make import bytes_of
 from tpkernels.planner.model import ModelShape, model_of
 from tpkernels.planner.plan import Single, singles
 from tpkernels.planner.topology import Topology, topology_of
@@ -115,8 +116,8 @@ def where_it_pays(
     topology: Topology | str | Path,
     *,
     scaling: str = "strong",
-    memory_bytes: float | None = None,
-    bytes: Bytes | None = None,
+    memory: float | str | None = None,
+    per_parameter: ParameterBytes | None = None,
 ) -> Sweep:
     """The best that each method does alone on each number of ranks.
 
@@ -125,7 +126,7 @@ def where_it_pays(
         worlds: numbers of ranks, rising.
         topology: as in ``tpkernels.plan``.
         scaling: "strong" or "weak".
-        memory_bytes: of a rank; None: the topology's.
+        memory, per_parameter: as in ``tpkernels.plan``.
     Raises:
         ArgumentError: worlds that do not rise or are beyond the topology, an unknown scaling, a batch that would be no
             whole number, a world on which no method can cut the model.
@@ -139,7 +140,7 @@ def where_it_pays(
         raise ArgumentError(
             f"worlds: topology {topology.name!r} joins {topology.ranks} ranks, but the last world has {worlds[-1]}."
         )
-    limit = topology.memory_bytes if memory_bytes is None else memory_bytes
+    limit = topology.memory_bytes if memory is None else bytes_of(memory)
     points = []
     for world in worlds:
         batch = model.batch
@@ -150,7 +151,9 @@ def where_it_pays(
                     f"worlds: a batch of {model.batch} on {worlds[0]} ranks is no whole number on {world}; take "
                     f"multiples of {worlds[0]}."
                 )
-        found = singles(Costs(model.with_batch(batch), topology, world, bytes or Bytes()), limit)
+        found = singles(
+            Costs(model.with_batch(batch), topology, world, per_parameter or ParameterBytes()), limit
+        )
         points.append(Point(world, batch, found))
     if not any(point.singles for point in points):
         raise ArgumentError(
