@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ from tpkernels.errors import ArgumentError
 from tpkernels.grids import Cluster, Level
 from tpkernels.planner import ParameterBytes, Plan, Topology, where_it_pays
 from tpkernels.planner.costs import Costs
-from tpkernels.planner.make import fitting_strategies
+from tpkernels.planner.make import fitting_strategies, plan_of
 from tpkernels.planner.model import LAYER, MODELS, ModelShape
 from tpkernels.planner.plan import Single
 from tpkernels.planner.problem import Planned, input_of, names_of, output_of
@@ -31,8 +33,6 @@ TINY = ModelShape("tiny", 3, 64, 16, 16, 128, 256, 64, 16)
 
 def machine(seed: int) -> Topology:
     """Some machine, on which other plans are best than on others."""
-    import random
-
     draw = random.Random(seed)
     levels = tuple(
         Level(name, ranks, 10 ** draw.uniform(1, 4), draw.uniform(0, 3))
@@ -93,6 +93,20 @@ def test_plans_add_up(world: int, seed: int) -> None:
         assert plan.bound_us <= min(fitting, default=math.inf) * (1 + 1e-9)
         assert len(plan.lines) == len(plan.choices) == 2 + TINY.layers * len(LAYER)
         assert sum(run.last - run.first + 1 for run in plan.runs) == TINY.layers
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_the_search_adds_up_what_plans_do(layers: int, seed: int) -> None:
+    """Any assignment: time and memory of its nodes and edges, also of residual ones, are those of the plan's lines."""
+    draw = random.Random(seed)
+    model = replace(TINY, layers=layers)
+    planned = Planned(Costs(model, machine(seed), 8), fitting_strategies(model, 8, METHODS))
+    names = names_of(layers)
+    for _ in range(10):
+        states = [draw.randrange(len(planned.states(name))) for name in names]
+        totals, plan = evaluate(planned.problem, states), plan_of(planned, states)
+        assert plan.us == pytest.approx(totals.time) and plan.peak_bytes == pytest.approx(totals.peak)
+        assert sum(line.moved_us > 0 for line in plan.lines) > layers
 
 
 def test_placements_are_told_by_a_neighbour() -> None:

@@ -27,7 +27,7 @@ from tpkernels.grids.method import Method, Sizes
 from tpkernels.grids.program import Product, Program
 from tpkernels.grids.spans import Span
 
-__all__ = ["Cluster", "Level", "Timing", "exchange_us", "predict"]
+__all__ = ["Cluster", "Level", "Timing", "exchange_us", "legs", "predict"]
 
 
 class Level(NamedTuple):

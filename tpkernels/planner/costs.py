@@ -11,7 +11,8 @@
 
     between     the tensor's way from one placement to the next, and its gradient's way back; 0 where they are alike
 
-Copies are alike, so the first is looked at. Where the numbers of copies of two placements have a common divisor, their
+Copies are alike, so the first is looked at (where copies lie differently in hosts, as six ranks in hosts of eight do,
+that is an approximation). Where the numbers of copies of two placements have a common divisor, their
 exchange repeats as often, and is looked at once. Sums over copies take a reduce-scatter and an all-gather, whose bytes
 cross to another host once (``grids.timing``), and latency as a tree has it: log2 of the ranks.
 

@@ -21,7 +21,7 @@ from tpkernels.planner.topology import Topology, topology_of
 if TYPE_CHECKING:
     from tpkernels.comm.choice import Machine
 
-__all__ = ["bytes_of", "fitting_strategies", "make_plan"]
+__all__ = ["bytes_of", "fitting_strategies", "make_plan", "plan_of"]
 
 _GB = 1e9
 
@@ -44,7 +44,7 @@ def make_plan(
     found = search(planned.problem, limit)
     if found is None:
         raise ArgumentError(_nothing_fits(planned, limit))
-    plan = _plan_of(planned, found.states, limit, found.bound)
+    plan = plan_of(planned, found.states, limit, found.bound)
     # Where the limit matters the search is near the best: one strategy throughout may be nearer.
     alone = (s for s in plan.singles if s.strategy in fitting and s.peak_bytes <= limit)
     best = min(alone, key=lambda s: s.us, default=None)
@@ -85,7 +85,8 @@ def fitting_strategies(model: ModelShape, world: int, methods: Sequence[str]) ->
     return fitting
 
 
-def _plan_of(planned: Planned, states: Sequence[int], limit: float, bound: float) -> Plan:
+def plan_of(planned: Planned, states: Sequence[int], limit: float = math.inf, bound: float = 0.0) -> Plan:
+    """The plan of an assignment of states."""
     costs = planned.costs
     names = names_of(costs.model.layers)
     choices = [planned.states(name)[state] for name, state in zip(names, states, strict=True)]
@@ -129,7 +130,7 @@ def _nothing_fits(planned: Planned, limit: float) -> str:
     states = least_memory(problem)
     assert states is not None
     needed = evaluate(problem, states).peak
-    nearest = _plan_of(planned, states, limit, 0.0)
+    nearest = plan_of(planned, states, limit)
     middle = (line for line in nearest.lines[nearest.layer(0)] if is_outer(line.operator) is None)
     used = ", ".join(f"{line.operator} {line.strategy.text}" for line in middle)
     rest = sum(line.cost.parameter_bytes for line in nearest.lines)
