@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 
 import tpkernels as tpk
+from tpkernels.planner import MODELS
 from tpkernels.tune import cli
 
 FOLDER = Path(__file__).resolve().parent
@@ -24,7 +25,7 @@ PICTURE = FOLDER / "planner.svg"
 # By the name behind ``<!-- made:``.
 COMMANDS = {
     "host": "tpk plan llama8b --world 8 --topology h200x8",
-    "hosts": "tpk plan llama70b --world 32",
+    "hosts": "tpk plan gpt3 --world 64 --batch 32",
     "strong": "tpk plan llama70b --sweep strong --worlds 16..512 --batch 64 --share-optimizer",
     "weak": "tpk plan gpt3 --sweep weak --worlds 8..8192 --share-optimizer",
 }
@@ -55,7 +56,7 @@ def page_text(text: str) -> str:
 def main() -> None:
     """Writes everything."""
     PAGE.write_text(page_text(PAGE.read_text()))
-    tpk.plan("llama70b", 32, "h200").picture(PICTURE)
+    tpk.plan(MODELS["gpt3"].with_batch(32), 64, "h200").picture(PICTURE)
 
 
 if __name__ == "__main__":
