@@ -13,7 +13,7 @@ values those of the unsharded model of the same seed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -32,7 +32,7 @@ from tpkernels.grids.mesh import ProcessGrid
 from tpkernels.nn import grids
 from tpkernels.nn.sharding import placement_of
 from tpkernels.ops._groups import Group, GroupLike, group_name_of, resolve
-from tpkernels.planner.model import LAYER, Linear
+from tpkernels.planner.model import LAYER
 from tpkernels.planner.plan import Plan
 from tpkernels.planner.problem import input_of, output_of
 from tpkernels.planner.strategies import Placement, Strategy
@@ -171,33 +171,26 @@ class _Maker:
     def __init__(self, plan: Plan, ranks: _Ranks, options: dict[str, Any], path: str) -> None:
         self.plan, self.model, self.ranks, self.options, self.path = plan, plan.model, ranks, options, path
 
-    def linears(
-        self, linear: Linear, names: Sequence[str], strategy: Strategy
-    ) -> tuple[list[nn.Module], Callable[[Tensor], list[Tensor]]]:
-        """The layers, and what runs them on one input."""
-        site = self.ranks.site(strategy)
+    def linears(self, operator: str, names: Sequence[str], strategy: Strategy) -> dict[str, nn.Module]:
+        """The operator's layers, by name."""
+        linear, site = self.model.linears[operator], self.ranks.site(strategy)
         options: dict[str, Any] = {**self.options, "path": self.path}
-        options["bias"] = self.model.style == "gpt" and names != ["head"]
+        options["bias"] = self.model.style == "gpt" and operator != "head"
         if strategy.copies > 1:
             options["gradient_accumulation_fusion"] = False  # the hook has to see the gradient
+        make: Any
         if strategy.method.startswith("1d"):
             options |= {"group": site.name, "sequence_parallel": strategy.method == "1d-sp"}
-            make: Any = tnn.RowParallelLinear if linear.back else tnn.ColumnParallelLinear
-            layers = [make(linear.in_features, size, **options) for size in linear.out_features]
-            call: Any = (
-                (lambda x: [layers[0](x)]) if linear.back else (lambda x: tnn.column_parallel(layers, x))
-            )
+            make = tnn.RowParallelLinear if linear.back else tnn.ColumnParallelLinear
         else:
             method = strategy.one(linear.back)
-            grid = site.grid(method.home("X"))
-            layers = [
-                grids.GridLinear(linear.in_features, size, method, grid, **options)
-                for size in linear.out_features
-            ]
-            call = lambda x: grids.shared_input(layers, x)  # noqa: E731
-        for layer in layers:
+            options |= {"method": method, "grid": site.grid(method.home("X"))}
+            make = grids.GridLinear
+        sizes = zip(names, linear.out_features, strict=True)
+        made = {name: make(linear.in_features, size, **options) for name, size in sizes}
+        for layer in made.values():
             site.sum_gradients(layer)
-        return layers, call
+        return made
 
     def norm(self, strategy: Strategy) -> nn.Module:
         """In front of a linear layer of the strategy."""
@@ -219,19 +212,15 @@ class _Maker:
         return _Moved(source, target, features, self.model.tokens, self.ranks)
 
 
-class _Layers(nn.Module):
-    """Linear layers on one input by name, behind what brings x and in front of what takes y away."""
-
-    def __init__(self, maker: _Maker, operator: str, names: Sequence[str], strategy: Strategy) -> None:
-        super().__init__()
-        layers, self.call = maker.linears(maker.model.linears[operator], list(names), strategy)
-        for name, layer in zip(names, layers, strict=True):
-            self.add_module(name, layer)
-
-    def forward(self, x: Tensor) -> list[Tensor]:
-        """[rows here, in here] -> outputs in the order of the names."""
-        outputs: list[Tensor] = self.call(x)
-        return outputs
+def _outputs(layers: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
+    """Of layers of one operator on its input, which is brought once for all of them."""
+    grid_layers = [layer for layer in layers if isinstance(layer, grids.GridLinear)]
+    if grid_layers:
+        return grids.shared_input(grid_layers, x)
+    columns = [layer for layer in layers if isinstance(layer, tnn.ColumnParallelLinear)]
+    if columns:
+        return tnn.column_parallel(columns, x)
+    return [layer(x) for layer in layers]
 
 
 class _Block(nn.Module):
@@ -243,18 +232,22 @@ class _Block(nn.Module):
         model = maker.model
         into = {name: input_of(name, strategy) for name, strategy in choices.items()}
         behind = {name: output_of(name, strategy) for name, strategy in choices.items()}
-        self.model, self.core_placement = model, into["core"]
+        self.model = model
         self.attention_norm = maker.norm(choices["qkv"])
-        qkv = _Layers(maker, "qkv", ["q_proj", "k_proj", "v_proj"], choices["qkv"])
-        out = _Layers(maker, "out", ["o_proj"], choices["out"])
         self.mlp_norm = maker.norm(choices["up"])
-        names = ["gate_proj", "up_proj"] if model.gated else ["up_proj"]
-        up = _Layers(maker, "up", names, choices["up"])
-        down = _Layers(maker, "down", ["down_proj"], choices["down"])
-        # Parameters have the names of the plain model; calls go by what stands here.
-        self.attention = nn.ModuleDict({**dict(qkv.named_children()), **dict(out.named_children())})
-        self.mlp = nn.ModuleDict({**dict(up.named_children()), **dict(down.named_children())})
-        self._qkv, self._out, self._up, self._down = qkv.call, out.call, up.call, down.call
+        self.up = ["gate_proj", "up_proj"] if model.gated else ["up_proj"]
+        self.attention = nn.ModuleDict(
+            {
+                **maker.linears("qkv", ["q_proj", "k_proj", "v_proj"], choices["qkv"]),
+                **maker.linears("out", ["o_proj"], choices["out"]),
+            }
+        )
+        self.mlp = nn.ModuleDict(
+            {
+                **maker.linears("up", self.up, choices["up"]),
+                **maker.linears("down", ["down_proj"], choices["down"]),
+            }
+        )
         middle, last = into["attention_residual"], into["mlp_residual"]
         kv = model.kv_heads * model.head_dim
         self._ways = [
@@ -277,12 +270,16 @@ class _Block(nn.Module):
         (to_qkv, to_core, kv_to_core, to_out, to_sum, over, to_up, to_act, to_down, to_last, over_mlp) = (
             self._ways
         )
-        q, k, v = self._qkv(self.attention_norm(to_qkv(x)))
+        q, k, v = _outputs(
+            [self.attention[key] for key in ("q_proj", "k_proj", "v_proj")], self.attention_norm(to_qkv(x))
+        )
         y = self._core(to_core(q), kv_to_core(k), kv_to_core(v))
-        h = over(x) + to_sum(self._out(to_out(y))[0])
-        inner = [to_act(part) for part in self._up(self.mlp_norm(to_up(h)))]
+        h = over(x) + to_sum(self.attention["o_proj"](to_out(y)))
+        inner = [
+            to_act(part) for part in _outputs([self.mlp[key] for key in self.up], self.mlp_norm(to_up(h)))
+        ]
         act = F.silu(inner[0]) * inner[1] if self.model.gated else F.gelu(inner[0])
-        last: Tensor = over_mlp(h) + to_last(self._down(to_down(act))[0])
+        last: Tensor = over_mlp(h) + to_last(self.mlp["down_proj"](to_down(act)))
         return last
 
     def _core(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -334,8 +331,7 @@ class PlannedModel(nn.Module):
         self.layers = nn.ModuleList(blocks)
         self._to_head = maker.moved(stream, last.outer, model.hidden)
         self.norm = maker.norm(last)
-        head = _Layers(maker, "head", ["head"], last)
-        self.head, self._head = head.get_submodule("head"), head.call
+        self.head = maker.linears("head", ["head"], last)["head"]
         self.logits_placement = last.inner
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -345,7 +341,7 @@ class PlannedModel(nn.Module):
         x = self.embed(ids.chunk(copies)[copy].flatten())
         for block in self.layers:
             x = block(x)
-        logits: Tensor = self._head(self.norm(self._to_head(x)))[0]
+        logits: Tensor = self.head(self.norm(self._to_head(x)))
         return logits
 
     def loss(self, ids: Tensor, targets: Tensor) -> Tensor:
