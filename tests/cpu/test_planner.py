@@ -162,6 +162,10 @@ def test_json_that_is_none(tmp_path: Path) -> None:
         (changed("layers", 0, "layers", to=[1, 2]), "layers from 1, where 0 is next"),
         (changed("world", to=4), "plan: it is for 4 ranks, but .* has 8; plan again"),
         (changed("per_parameter", "optimizer", to="12"), "per_parameter: optimizer must be a number"),
+        (
+            changed("head", to={"method": "2.5d", "ranks": 8, "copies": 1, "depth": 3}),
+            "depth: a 2.5-D grid has q x q x depth ranks, but 8 ranks and depth 3 leave no square",
+        ),
         (changed("head", "method", to="5d"), "strategy: expected a method"),
         (changed("model", "batch", to=7), "plan: batch: .* but it is 7; "),
         (changed("topology", "levels", to=[]), "levels: a cluster needs one"),

@@ -28,6 +28,7 @@ TINY = ModelShape("tiny", 2, 64, 16, 16, 128, 256, 4, 16)
 # Hosts of 4, and latencies that are 0, so that trees and direct messages cost the same.
 FLAT = (Level("in", 4, 100.0, 0.0), Level("out", 64, 10.0, 0.0))
 LATENT = (Level("in", 4, 100.0, 3.0), Level("out", 64, 10.0, 7.0))
+THREE = (Level("pair", 2, 300.0, 0.0), Level("host", 8, 100.0, 0.0), Level("out", 64, 10.0, 0.0))
 
 
 def costs(world: int, levels: tuple[Level, ...], model: ModelShape = TINY, **more: object) -> Costs:
@@ -114,12 +115,13 @@ def test_what_does_not_fit_is_named() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("levels", [LATENT, THREE], ids=["two", "three"])
 @pytest.mark.parametrize("world", [4, 8, 16])
-def test_ways_between_placements_are_those_of_all_ranks(world: int) -> None:
+def test_ways_between_placements_are_those_of_all_ranks(world: int, levels: tuple[Level, ...]) -> None:
     """What is looked at of repeated patterns is what all ranks together do: time and bytes, and who agrees."""
     fitting = [s for s in strategies(world) if not misfits(s, TINY)]
     every = [p for outer in (True, False) for p, _ in placements(fitting, outer=outer)]
-    cluster = Cluster(1.0, LATENT)
+    cluster = Cluster(1.0, levels)
     agree = 0
     for one, other in itertools.product(every, every):
         full = exchange_us(one.full, other.full, 64, 128, cluster)
@@ -140,7 +142,7 @@ def test_placements_are_there_once() -> None:
     assert not Strategy("2d", 4, 2).inner.same(Strategy("1d", 4, 2).inner)
 
 
-@pytest.mark.parametrize("levels", [FLAT, LATENT], ids=["flat", "latent"])
+@pytest.mark.parametrize("levels", [FLAT, LATENT, THREE], ids=["flat", "latent", "three"])
 @pytest.mark.parametrize("world", [8, 16])
 def test_linear_layers_are_those_of_all_ranks(world: int, levels: tuple[Level, ...]) -> None:
     """One copy and the sums over copies, beside the program of all ranks. With latency a tree of 2 is a message."""
