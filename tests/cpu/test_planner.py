@@ -144,6 +144,29 @@ def test_json(tmp_path: Path) -> None:
     assert again.on("h200x8").us == plan.on("h200x8").us != 0
 
 
+def test_more_ranks_than_kv_heads() -> None:
+    """In one dimension ranks share heads of keys and values, and attention stays where these are made."""
+    model = replace(TINY, kv_heads=2)
+    plan = tpk.plan(model, 8, "h200", methods=["1d-sp"], memory=math.inf)
+    alone = Strategy("1d-sp", 8, 1)
+    choices = [alone] * len(plan.choices)
+    whole = replace(plan, choices=tuple(choices))
+    whole.check()
+    assert plan.us <= whole.us
+    # q of 64 features, and k and v of 8 each on four ranks instead of one.
+    parameters = whole.lines[1].cost.parameter_bytes / 18
+    assert parameters == 64 * (64 + 4 * 2 * 8) / 8 + 64
+    more, equal = (
+        Costs(m, plan.topology, 8).operator("qkv", alone) for m in (model, replace(TINY, kv_heads=8))
+    )
+    assert more.messages_us > equal.messages_us  # sums of the shared heads' gradients
+    choices[2] = Strategy("1d-sp", 4, 2)
+    with pytest.raises(
+        ArgumentError, match="attention of layers 0 to 0 must be where its keys and values are made"
+    ):
+        replace(plan, choices=tuple(choices)).check()
+
+
 def test_json_that_is_none(tmp_path: Path) -> None:
     plan = tpk.plan(TINY, 8, "h200")
     good = plan.to_dict()

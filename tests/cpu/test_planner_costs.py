@@ -111,7 +111,7 @@ def test_what_does_not_fit_is_named() -> None:
     assert any(s.startswith("kv_heads: ") and s.endswith("but it is 3; 2 or 4 would fit.") for s in sentences)
     assert not misfits(Strategy("1d-sp", 3, 2), odd)
     assert [s.split(":")[0] for s in misfits(Strategy("1d-sp", 7, 1), odd)] == [
-        "batch x sequence", "heads", "kv_heads", "heads x head_dim", "ffn", "vocab", "vocab",
+        "batch x sequence", "heads", "heads x head_dim", "ffn", "vocab", "vocab",
     ]  # fmt: skip
 
 

@@ -21,14 +21,15 @@ from tpkernels.grids.execute import record_traffic
 from tpkernels.ops import _agreement
 from tpkernels.planner import ParameterBytes, Plan
 from tpkernels.planner.model import LAYER, ModelShape
+from tpkernels.planner.problem import may_move
 from tpkernels.planner.strategies import Strategy, misfits, strategies
 from tpkernels.planner.topology import TOPOLOGIES
 from tpkernels.testing import RankContext
 
 
 def shape(world: int, style: str, layers: int = 2) -> ModelShape:
-    """What every strategy on up to 8 ranks cuts."""
-    return ModelShape("tiny", layers, 32, 8, 4 if world < 8 else 8, 48, 64, 3, 8, style)
+    """What every strategy on up to 8 ranks cuts; in one dimension over all ranks two of them hold each kv head."""
+    return ModelShape("tiny", layers, 32, 8, world // 2 if style == "llama" else 8, 48, 64, 3, 8, style)
 
 
 class Plain(nn.Module):
@@ -55,8 +56,11 @@ def drawn(world: int, of: ModelShape, seed: int) -> Plan:
     """A plan with a strategy drawn for every operator of every layer."""
     fitting = [s for s in strategies(world) if not misfits(s, of)]
     random_ = random.Random(seed)
-    choices = tuple(random_.choice(fitting) for _ in range(2 + of.layers * len(LAYER)))
-    return Plan(of, TOPOLOGIES["h200"], world, choices)
+    choices = [random_.choice(fitting) for _ in range(2 + of.layers * len(LAYER))]
+    for qkv in range(1, len(choices) - 1, len(LAYER)):
+        if not may_move(of, "qkv", choices[qkv].inner, choices[qkv + 1].inner):
+            choices[qkv + 1] = choices[qkv]
+    return Plan(of, TOPOLOGIES["h200"], world, tuple(choices))
 
 
 def alone(strategy: Strategy, of: ModelShape) -> Plan:
@@ -134,7 +138,7 @@ def check_training(ctx: RankContext, seed: int) -> None:
 
 def check_figures(ctx: RankContext, style: str) -> None:
     """Parameters that a rank has, what is kept for backward, bytes that travel: as the plan counts them."""
-    of = ModelShape("m", 1, 128, 8, 8 if style == "gpt" else 4, 256, 128, 32, 16, style)
+    of = ModelShape("m", 1, 128, 8, 8 if style == "gpt" else 2, 256, 128, 32, 16, style)
     for strategy in strategies(ctx.world):
         if misfits(strategy, of) or (ctx.world > 4 and strategy.copies > 1):
             continue
@@ -162,7 +166,7 @@ def check_figures(ctx: RankContext, style: str) -> None:
         counted = sum(line.cost.kept_bytes for line in plan.lines)
         # On the CPU attention's output is kept as two tensors, and F.rms_norm keeps what its fused kernels do not.
         measured = sum(size for size, _ in kept.values())
-        most = 1.15 if style == "gpt" else 2.2
+        most = 1.15 if style == "gpt" else 2.5
         assert counted <= measured <= most * counted, (strategy.text, measured / counted)
         if strategy.ranks == ctx.world and not strategy.method.startswith(
             "1d"

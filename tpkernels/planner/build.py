@@ -30,12 +30,13 @@ from tpkernels.grids import grid_1d
 from tpkernels.grids.layout import Layout
 from tpkernels.grids.mesh import ProcessGrid
 from tpkernels.nn import grids
+from tpkernels.nn.attention import for_queries, queries_of
 from tpkernels.nn.sharding import placement_of
 from tpkernels.ops._groups import Group, GroupLike, group_name_of, resolve
 from tpkernels.planner.model import LAYER
 from tpkernels.planner.plan import Plan
 from tpkernels.planner.problem import input_of, output_of
-from tpkernels.planner.strategies import Placement, Strategy
+from tpkernels.planner.strategies import Placement, Strategy, kv_copies
 
 __all__ = ["PlannedModel", "build_model"]
 
@@ -186,8 +187,13 @@ class _Maker:
             method = strategy.one(linear.back)
             options |= {"method": method, "grid": site.grid(method.home("X"))}
             make = grids.GridLinear
-        sizes = zip(names, linear.out_features, strict=True)
-        made = {name: make(linear.in_features, size, **options) for name, size in sizes}
+        sizes = dict(zip(names, linear.out_features, strict=True))
+        made = {name: make(linear.in_features, size, **options) for name, size in sizes.items()}
+        shared = kv_copies(strategy.inner, self.model) if operator == "qkv" else 1
+        if shared > 1:
+            parts = strategy.ranks // shared
+            for name in ("k_proj", "v_proj"):
+                made[name] = tnn.SharedColumnParallelLinear(linear.in_features, sizes[name], parts, **options)
         for layer in made.values():
             site.sum_gradients(layer)
         return made
@@ -233,6 +239,11 @@ class _Block(nn.Module):
         into = {name: input_of(name, strategy) for name, strategy in choices.items()}
         behind = {name: output_of(name, strategy) for name, strategy in choices.items()}
         self.model = model
+        heads, kv_heads, at = model.heads, model.kv_heads, choices["qkv"]
+        # Of each kv head that a rank holds, how many of its q heads use it; None: it holds none that another does.
+        shared = kv_copies(at.inner, model) > 1
+        rank = maker.ranks.site(at).rank
+        self.queries = queries_of(heads, kv_heads, rank, at.ranks) if shared else None
         self.attention_norm = maker.norm(choices["qkv"])
         self.mlp_norm = maker.norm(choices["up"])
         self.up = ["gate_proj", "up_proj"] if model.gated else ["up_proj"]
@@ -291,6 +302,8 @@ class _Block(nn.Module):
             return t.view(-1, model.sequence, t.shape[-1] // model.head_dim, model.head_dim).transpose(1, 2)
 
         q, k, v = tnn.apply_rotary(heads(q), *tables), tnn.apply_rotary(heads(k), *tables), heads(v)
+        if self.queries is not None:
+            k, v = for_queries(k, self.queries), for_queries(v, self.queries)
         grouped = q.shape[1] != k.shape[1]
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
         return y.transpose(1, 2).flatten(2).flatten(0, 1)

@@ -43,7 +43,7 @@ from tpkernels.grids.method import Method
 from tpkernels.grids.spans import WHOLE
 from tpkernels.grids.timing import legs
 from tpkernels.planner.model import Linear, ModelShape
-from tpkernels.planner.strategies import Placement, Strategy, moved_bytes, moved_us
+from tpkernels.planner.strategies import Placement, Strategy, kv_copies, moved_bytes, moved_us
 from tpkernels.planner.topology import Topology
 
 __all__ = ["Cost", "Costs", "ParameterBytes"]
@@ -166,6 +166,7 @@ class Costs:
         method, sizes = strategy.one(linear.back), self._sizes(name, strategy)
         sent = _HALF * sum(p.sent_elements(sizes) for p in _programs(method)) / strategy.ranks
         sent += _summed_bytes(_HALF * _weight_share(method) * sizes.k * sizes.n, strategy.copies)
+        sent += _summed_bytes(self._shared_bytes(name, strategy), strategy.ranks)
         if linear.norm:
             sent += self._norm_sent(strategy.outer)
         return sent + self._loss_sent(strategy.inner) if name == "head" else sent
@@ -201,8 +202,18 @@ class Costs:
         return _sent(own, everyone, self.model.tokens // at.copies, parts * 3, _SINGLE)
 
     def _sizes(self, name: str, strategy: Strategy) -> Sizes:
-        sizes = self.model.sizes(name)
-        return sizes._replace(m=sizes.m // strategy.copies)
+        """Of a copy's products, with heads of keys and values as often as they are held."""
+        model, sizes = self.model, self.model.sizes(name)
+        again = kv_copies(strategy.inner, model) - 1 if name == "qkv" else 0
+        more = again * 2 * model.kv_heads * model.head_dim
+        return sizes._replace(m=sizes.m // strategy.copies, n=sizes.n + more)
+
+    def _shared_bytes(self, name: str, strategy: Strategy) -> float:
+        """Of gradients that ranks sum since they hold the same heads of keys and values: all-reduces of all of them."""
+        model = self.model
+        if name != "qkv" or kv_copies(strategy.inner, model) == 1:
+            return 0.0
+        return 2.0 * model.kv_heads * model.head_dim * model.hidden * _HALF
 
     def _linear(self, name: str, linear: Linear, strategy: Strategy) -> Cost:
         method, sizes = strategy.one(linear.back), self._sizes(name, strategy)
@@ -211,17 +222,19 @@ class Costs:
         timings = [predict(method, p, sizes, self.cluster, fused=fused) for p in _programs(method)]
         weight = _weight_share(method) * sizes.k * sizes.n
         copies_us = self._sum_us(weight * _HALF, strategy.ranks, strategy.copies)
+        shared = self._shared_bytes(name, strategy)
+        shared_us = self._sum_us(shared, 1, strategy.ranks) if shared else 0.0
         x = sizes.m * sizes.k * float(_share(method.home("X")))
         biases = 0.0
         if (
             self.model.style == "gpt" and name != "head"
         ):  # that of a row-parallel layer is whole on every rank
             whole = linear.back and strategy.method.startswith("1d")
-            biases = sum(linear.out_features) / (1 if whole else strategy.ranks)
+            biases = sizes.n / (1 if whole else strategy.ranks)
         return Cost(
-            us=sum(t.us for t in timings) + copies_us,
+            us=sum(t.us for t in timings) + shared_us + copies_us,
             products_us=sum(t.products_us for t in timings),
-            messages_us=sum(t.messages_us for t in timings),
+            messages_us=sum(t.messages_us for t in timings) + shared_us,
             copies_us=copies_us,
             parameter_bytes=(weight + biases) * self.per_parameter.at_rest(strategy.copies),
             kept_bytes=x * _HALF,
@@ -270,7 +283,7 @@ class Costs:
         model = self.model
         whole = 2 * model.batch * model.sequence**2 * model.width
         us = _CORE * whole * at.share / self.cluster.flops_per_us
-        features = model.width + 2 * model.kv_heads * model.head_dim
+        features = model.width + 2 * model.kv_heads * model.head_dim * kv_copies(at, model)
         return Cost(us=us, products_us=us, kept_bytes=features * model.tokens * at.share * _HALF)
 
     def core_output_bytes(self, at: Placement) -> float:

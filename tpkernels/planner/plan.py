@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tpkernels.errors import ArgumentError, GroupError
 from tpkernels.planner.costs import Cost, Costs, ParameterBytes
 from tpkernels.planner.model import LAYER, ModelShape
-from tpkernels.planner.problem import input_of, names_of, output_of, tensors_between
+from tpkernels.planner.problem import input_of, may_move, names_of, output_of, tensors_between
 from tpkernels.planner.strategies import METHODS, NAMES, Placement, Strategy, misfits, strategies
 from tpkernels.planner.topology import Topology, topology_of
 
@@ -247,6 +247,14 @@ class Plan:
                 )
             for sentence in misfits(strategy, self.model):
                 raise ArgumentError(f"plan: {sentence}")
+        for run in self.runs:
+            at = dict(zip(LAYER, run.strategies, strict=True))
+            made, taken = output_of("qkv", at["qkv"]), input_of("core", at["core"])
+            if not made.same(taken) and not may_move(self.model, "qkv", made, taken):
+                raise ArgumentError(
+                    f"plan: attention of layers {run.first} to {run.last} must be where its keys and values are made, "
+                    f"since several ranks hold the same of {self.model.kv_heads} heads; plan again."
+                )
 
     def save(self, path: str | Path) -> None:
         """Writes JSON, for ``load``."""

@@ -20,9 +20,9 @@ import numpy as np
 from tpkernels.planner.costs import Cost, Costs
 from tpkernels.planner.model import LAYER, ModelShape
 from tpkernels.planner.search import Edge, Node, Problem
-from tpkernels.planner.strategies import Placement, Strategy, placements
+from tpkernels.planner.strategies import Placement, Strategy, kv_copies, placements
 
-__all__ = ["Planned", "input_of", "is_outer", "names_of", "output_of", "tensors_between"]
+__all__ = ["Planned", "input_of", "is_outer", "may_move", "names_of", "output_of", "tensors_between"]
 
 _MIDDLE, _LAST = LAYER.index("attention_residual"), len(LAYER) - 1
 
@@ -103,9 +103,17 @@ class Planned:
             for b, second in enumerate(self.states(other)):
                 target = input_of(other, second)
                 if not source.same(target):
+                    if not may_move(costs.model, one, source, target):
+                        time[a, b] = np.inf
+                        continue
                     time[a, b] = costs.between(features, source, target)
                     memory[a, b] = costs.core_output_bytes(source) if one == "core" else 0.0
         return Edge(time, memory)
+
+
+def may_move(model: ModelShape, one: str, source: Placement, target: Placement) -> bool:
+    """Whether an operator's output may go elsewhere: not keys and values that several ranks hold, or would have to."""
+    return one != "qkv" or kv_copies(source, model) == kv_copies(target, model) == 1
 
 
 def tensors_between(model: ModelShape, one: str, other: str) -> tuple[int, ...]:

@@ -47,7 +47,7 @@ class Node(NamedTuple):
 
 
 class Edge(NamedTuple):
-    """By states of its two ends."""
+    """By states of its two ends; an infinite time: not together."""
 
     time: Array
     memory: Array
@@ -144,12 +144,16 @@ def solve(
     Raises:
         ValueError: edges that cross.
     """
-    costs = []
-    for node in problem.nodes:
-        allowed = np.isfinite(node.time) & (node.passing <= ceiling)
-        time = np.where(allowed, node.time, 0.0)  # (the weight of a time may be 0)
-        costs.append(np.where(allowed, weigh(time, node.memory), np.inf))
-    edges = {name: weigh(edge.time, edge.memory) for name, edge in problem.edges.items()}
+
+    def weighed(time: Array, memory: Array, allowed: NDArray[np.bool_]) -> Array:
+        finite = np.where(allowed, time, 0.0)  # (the weight of a time may be 0)
+        return np.where(allowed, weigh(finite, memory), np.inf)
+
+    costs = [
+        weighed(node.time, node.memory, np.isfinite(node.time) & (node.passing <= ceiling))
+        for node in problem.nodes
+    ]
+    edges = {name: weighed(*edge, np.isfinite(edge.time)) for name, edge in problem.edges.items()}
     _check_edges(problem)
     if problem.repeat is None:
         pieces = [_segment(costs, edges, 0, len(costs) - 1)]

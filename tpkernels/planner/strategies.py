@@ -11,6 +11,9 @@
 Copies are outermost: the ranks of each are consecutive, and the batch is cut over copies first. 2.5-D has its depths
 innermost, so that it and copies of 2-D are the same blocks on other ranks.
 
+In one dimension there may be more ranks than heads of keys and values: some ranks in a row then hold the same ones
+(``nn.SharedColumnParallelLinear``), and attention stays where they are made.
+
 An operator between linear layers has a ``Placement``: an *outer* one (of the residual stream) is where some strategy's
 x lies, an *inner* one (heads, inner features of the MLP) where its y lies.
 """
@@ -51,6 +54,7 @@ __all__ = [
     "METHODS",
     "Placement",
     "Strategy",
+    "kv_copies",
     "misfits",
     "moved_bytes",
     "moved_us",
@@ -264,15 +268,21 @@ def placements(some: Iterable[Strategy], *, outer: bool) -> tuple[tuple[Placemen
     return tuple(found)
 
 
+def kv_copies(placement: Placement, model: ModelShape) -> int:
+    """How many ranks of a copy hold each head of keys and values, where heads lie so."""
+    return placement.column_parts // gcd(model.kv_heads, placement.column_parts)
+
+
 def misfits(strategy: Strategy, model: ModelShape) -> list[str]:
     """What of the model the strategy cannot cut in equal parts, in sentences that say what would fit; empty: none."""
     into, back = strategy.one(False).cuts, strategy.one(True).cuts
     heads = strategy.inner
+    kv_parts = 1 if strategy.method.startswith("1d") else heads.column_parts
     wanted = [
         ("batch", model.batch, heads.row_parts, "whole sequences (for attention)"),
         ("batch x sequence", model.tokens, strategy.copies * math.lcm(into.m, back.m), "rows"),
         ("heads", model.heads, heads.column_parts, "heads"),
-        ("kv_heads", model.kv_heads, heads.column_parts, "heads of keys and values"),
+        ("kv_heads", model.kv_heads, kv_parts, "heads of keys and values"),
         ("hidden", model.hidden, math.lcm(into.k, back.n), "features"),
         ("heads x head_dim", model.width, math.lcm(into.n, back.k), "features of all heads"),
         ("ffn", model.ffn, math.lcm(into.n, back.k), "inner features"),
