@@ -1,7 +1,8 @@
 """What an operator costs with a strategy, or in a placement: microseconds and bytes of one rank, the slowest. Pure.
 
     linear      forward and backward as ``grids.predict`` has them for one copy (a step: the longer of product and
-                messages, then the sums over ranks), and the sum of the weight's gradient over copies
+                messages, then the sums over ranks), and the sum of the weight's gradient over copies; of heads of keys
+                and values that several ranks hold, the sum over these
     norm        statistics of rows among ranks that share them, weights and their gradients; reads, writes
     core        its products, 3.5 times those of forward in all; nothing is sent
     others      reads and writes of memory
@@ -106,7 +107,7 @@ class Cost(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Costs:
-    """Of a model on so many ranks of a topology. Methods remember what they computed."""
+    """Of a model on so many ranks of a topology."""
 
     model: ModelShape
     topology: Topology
