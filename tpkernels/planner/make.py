@@ -113,9 +113,12 @@ def bytes_of(memory: float | str) -> float:
     Raises:
         ArgumentError: neither.
     """
-    found = re.fullmatch(r"\s*([\d.]+)\s*([A-Za-z]+)\s*", memory) if isinstance(memory, str) else None
     try:
-        size = float(memory) if found is None else float(found[1]) * _UNITS[found[2].upper()]
+        if isinstance(memory, str):
+            found = re.fullmatch(r"\s*([\d.]+)\s*([A-Za-z]+)\s*", memory)
+            size = math.nan if found is None else float(found[1]) * _UNITS[found[2].upper()]
+        else:
+            size = float(memory)
     except (KeyError, ValueError, TypeError):
         size = math.nan
     if not size > 0:
