@@ -16,9 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tpkernels.grids import (
-    Cluster,
     Layout,
-    Level,
     Method,
     Pass,
     Sizes,
@@ -39,6 +37,7 @@ from tpkernels.grids import (
     three_d,
 )
 from tpkernels.grids.program import Exchange, Product, Program
+from tpkernels.planner import TOPOLOGIES
 
 FOLDER = Path(__file__).resolve().parent
 PICTURES = FOLDER / "grids"
@@ -247,9 +246,8 @@ def table() -> str:
     return "\n".join(lines)
 
 
-# Described, not measured as a whole: a rank multiplies at 650 TFLOP/s; NVLink as `bench link` measured it between two
-# H200; a network card of 400 Gbit/s for each GPU.
-CLUSTER = Cluster(6.5e8, (Level("NVLink", 8, 3.8e5, 4.9), Level("network", 1 << 14, 5.0e4, 10.0)))
+# Described, not measured as a whole.
+CLUSTER = TOPOLOGIES["h200"].cluster
 
 
 def predicted_ms(row: Row, tokens: int, fused: bool) -> float:

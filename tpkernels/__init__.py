@@ -10,6 +10,7 @@ Operations are documented in :mod:`tpkernels.ops.api`, layers in :mod:`tpkernels
 
 from tpkernels import errors, fp8
 from tpkernels._extensions import status
+from tpkernels._planning import build, plan
 from tpkernels._version import __version__
 from tpkernels.comm.calibrate import calibrate
 from tpkernels.comm.choice import Machine
@@ -40,6 +41,7 @@ __all__ = [
     "__version__",
     "all_gather_matmul",
     "autotune",
+    "build",
     "calibrate",
     "enable_async_tp",
     "errors",
@@ -51,6 +53,7 @@ __all__ = [
     "matmul_all_reduce",
     "matmul_reduce_scatter",
     "matmul_replicated",
+    "plan",
     "quantize",
     "record_paths",
     "regions",

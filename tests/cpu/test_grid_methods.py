@@ -28,6 +28,7 @@ from tpkernels.grids import (
     backward,
     collectives,
     column_parallel,
+    data_parallel,
     formula,
     forward,
     grid_1d,
@@ -63,6 +64,14 @@ KINDS = {
     "3-D": lambda q: three_d(grid_3d(q**3)),
     "3-D, swapped": lambda q: three_d(grid_3d(q**3), True),
     "spatial-temporal": lambda q: spatial_temporal(square(q)),
+    "column, whole": lambda q: column_parallel(grid_1d(q), False),
+    "row, whole": lambda q: row_parallel(grid_1d(q), False),
+    "2 x column": lambda q: data_parallel(column_parallel(grid_1d(q)), 2),
+    "3 x row, whole": lambda q: data_parallel(row_parallel(grid_1d(q), False), 3),
+    "3 x 2-D": lambda q: data_parallel(summa(grid_2d(q * q)), 3),
+    "2 x 2.5-D, depth 2": lambda q: data_parallel(summa(grid_2p5d(2 * q * q, 2)), 2),
+    "2 x 3-D": lambda q: data_parallel(three_d(grid_3d(q**3)), 2),
+    "2 x spatial-temporal": lambda q: data_parallel(spatial_temporal(square(q)), 2),
 }
 
 
@@ -91,12 +100,51 @@ def test_homes_hold_each_block_once_or_once_a_depth(kind: str, q: int) -> None:
     method = KINDS[kind](q)
     world = method.grid.world
     for operand, layout in method.homes.items():
-        copies = method.grid.shape[2] if operand == "W" and "2.5" in kind else 1
+        depths = method.grid.shape[-1] if "2.5" in kind else 1
+        copies = depths * data_copies(kind) if operand == "W" else 1
+        whole_there = {"column, whole": "X", "row, whole": "Y"}.get(kind.split(" x ")[-1])
+        if operand == whole_there:
+            copies = q
         assert {len(positions) for positions in layout.holders.values()} == {copies}
         sizes = method.cuts._replace(n=method.cuts.n * world)
         rows, columns = sizes.of(operand)
         held = [at_rest(method, sizes, position)[operand] for position in range(world)]
         assert sum(held) == copies * rows * columns and len(set(held)) == 1
+
+
+def data_copies(kind: str) -> int:
+    return int(kind.split(" x ")[0]) if " x " in kind else 1
+
+
+@pytest.mark.parametrize("q", range(1, 5))
+@pytest.mark.parametrize("depth", [2, 3])
+def test_a_depth_is_data_parallelism(q: int, depth: int) -> None:
+    """2.5-D and copies of 2-D: the same blocks, steps and bytes, on ranks that are numbered otherwise."""
+    deep, copies = summa(grid_2p5d(depth * q * q, depth)), data_parallel(summa(grid_2d(q * q)), depth)
+    stands = [(at[1], at[2], at[0]) for at in copies.grid.coordinates]
+    there = [deep.grid.position(*at) for at in stands]
+    for operand, layout in copies.homes.items():
+        blocks = [deep.home(operand).blocks[p] for p in there]
+        if operand != "B":  # which is cut over all ranks in their order
+            assert list(layout.blocks) == blocks, operand
+    for each in Pass:
+        for step in range(q):
+            assert [copies.work(each, at, step) for at in copies.grid.coordinates] == [
+                deep.work(each, at, step) for at in stands
+            ]
+    sizes = Sizes(*(6 * n for n in copies.cuts))
+    assert formula(copies, sizes) == formula(deep, sizes)
+    for one, other in ((forward(copies), forward(deep)), (backward(copies), backward(deep))):
+        assert one.sent_elements(sizes) == other.sent_elements(sizes)
+        assert len(one.steps) == len(other.steps)
+
+
+def test_copies_of_a_line_of_one_are_plain_data_parallelism() -> None:
+    """Nothing moves but the weight's gradient, once around: 2 (d - 1) / d of it."""
+    method, sizes = data_parallel(column_parallel(grid_1d(1)), 4), Sizes(8, 12, 20)
+    assert method.home("W").replicas == 4 and forward(method).sent_elements(sizes) == 0
+    assert backward(method).sent_elements(sizes) == 2 * 3 * 12 * 20
+    assert data_parallel(summa(grid_2d(4)), 1) is summa(grid_2d(4))
 
 
 @pytest.mark.parametrize("q", range(2, 9))
@@ -224,7 +272,7 @@ def test_two_layers_of_three_d_end_where_they_began() -> None:
 def cases(draw: st.DrawFn, most: int = 8) -> tuple[Method, Sizes, bool]:
     """A method and sizes that its grid cuts evenly, or any."""
     kind = draw(st.sampled_from(sorted(KINDS)))
-    q = draw(st.integers(1, 4 if kind.startswith("3-D") else most))
+    q = draw(st.integers(1, min(most, 3 if " x " in kind else 4) if "3-D" in kind else most))
     method = KINDS[kind](q)
     even = draw(st.booleans())
     times = [draw(st.integers(1, 3)) for _ in range(3)]
@@ -277,7 +325,7 @@ def check(method: Method, sizes: Sizes, even: bool, keep: bool, rng: np.random.G
         volume = formula(method, sizes, kept=keep)
         world = method.grid.world
         assert sent == world * (volume["forward"] + volume["bias"])
-        assert sent_back == world * (volume["input_grad"] + volume["weight_grad"] + volume["bias"])
+        assert sent_back == world * (volume["input_grad"] + volume["weight_grad"] + volume["bias_grad"])
 
 
 @settings(max_examples=40)

@@ -9,11 +9,14 @@ import pytest
 from tpkernels.errors import ArgumentError
 from tpkernels.grids import (
     Cluster,
+    Layout,
     Level,
     Method,
     Sizes,
     backward,
     column_parallel,
+    data_parallel,
+    exchange_us,
     forward,
     grid_1d,
     grid_2d,
@@ -22,11 +25,12 @@ from tpkernels.grids import (
     grid_spatial_temporal,
     predict,
     row_parallel,
+    rows_over,
     spatial_temporal,
     summa,
     three_d,
 )
-from tpkernels.grids.timing import _legs
+from tpkernels.grids.timing import legs
 
 HOST = Cluster(1000.0, (Level("NVLink", 8, 100.0, 2.0),))
 HOSTS = Cluster(1000.0, (Level("NVLink", 2, 100.0, 2.0), Level("network", 64, 10.0, 5.0)))
@@ -85,11 +89,10 @@ def test_hosts_are_crossed_once(method: Method) -> None:
     """8 ranks in hosts of two: of each block one copy, or one sum, goes to every other host."""
     for program in (forward(method), backward(method)):
         for exchange in program.exchanges:
-            rows, columns = SIZES.of(exchange.operand)
-            legs = list(_legs(exchange, HOSTS, rows, columns))
+            sent = list(legs(exchange.messages, HOSTS))
             moved = [m for m in exchange.messages if m.source != m.target]
-            assert len(legs) == len(moved), "one leg for each message, some of them shorter"
-            across = [leg for leg in legs if HOSTS.level_of(*leg[:2]) == 1]
+            assert len(sent) == len(moved), "one leg for each message, some of them shorter"
+            across = [leg for leg in sent if HOSTS.level_of(*leg[:2]) == 1]
             direct = [m for m in moved if HOSTS.level_of(m.source, m.target) == 1]
             if not direct:
                 continue
@@ -98,16 +101,50 @@ def test_hosts_are_crossed_once(method: Method) -> None:
             assert len(set(load)) == 1, "no rank's network card has more to do than another's"
 
 
+def test_an_exchange_by_hand() -> None:
+    """Rows over 4 ranks in hosts of two, to columns: each rank sends every other a quarter of its own quarter."""
+    line = grid_1d(4)
+    rows, columns = rows_over(line), row_parallel(line).home("X")
+    own = 64 * 48 * 2 / 4
+    inside, across = 2.0 + own / 4 / 100, 2 * (5.0 + own / 4 / 10)
+    assert exchange_us(rows, columns, 64, 48, HOSTS) == pytest.approx(max(inside, across))
+    assert exchange_us(rows, columns, 64, 48, HOSTS, element_bytes=4) > max(inside, across)
+    assert exchange_us(rows, rows, 64, 48, HOSTS) == 0.0
+    one = Layout(grid_2d(4), rows.blocks)  # the same blocks under another grid's name
+    assert exchange_us(one, rows, 64, 48, HOSTS) == 0.0
+
+
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_copies_cost_what_one_does_and_the_sum_of_gradients(replicas: int) -> None:
+    """Where a copy fits into a host: forward as the method alone with its rows, backward the all-reduce more."""
+    cluster = Cluster(1000.0, (Level("NVLink", 4, 100.0, 2.0), Level("network", 64, 10.0, 5.0)))
+    for method in (
+        column_parallel(grid_1d(4)),
+        summa(grid_2d(4)),
+        spatial_temporal(grid_spatial_temporal(4)),
+    ):
+        copies = data_parallel(method, replicas)
+        own = SIZES._replace(m=SIZES.m // replicas)
+        assert predict(copies, forward(copies), SIZES, cluster).us == pytest.approx(
+            predict(method, forward(method), own, cluster).us
+        )
+        block = SIZES.k * SIZES.n * 2 / 4
+        half = (replicas - 1) * (5.0 + block / replicas / 10)
+        assert predict(copies, backward(copies), SIZES, cluster).us == pytest.approx(
+            predict(method, backward(method), own, cluster).us + 2 * half
+        )
+
+
 def test_a_gathered_sum_crosses_once_too() -> None:
     """2.5-D's dW: depths in hosts of their own; the second half of the all-reduce copies, and adds nothing."""
     method = summa(grid_2p5d(16, 4))
     halves = [e for e in backward(method).exchanges if e.source.buffer.startswith("dW/")]
     cluster = Cluster(1000.0, (Level("NVLink", 2, 100.0, 2.0), Level("network", 16, 10.0, 5.0)))
     for exchange in halves:
-        legs = list(_legs(exchange, cluster, *SIZES.of("dW")))
-        across = [leg for leg in legs if cluster.level_of(*leg[:2]) == 1]
+        sent = list(legs(exchange.messages, cluster))
+        across = [leg for leg in sent if cluster.level_of(*leg[:2]) == 1]
         direct = [m for m in exchange.messages if cluster.level_of(m.source, m.target) == 1]
-        assert len(legs) == sum(m.source != m.target for m in exchange.messages)
+        assert len(sent) == sum(m.source != m.target for m in exchange.messages)
         assert len(across) * 2 == len(direct)
 
 
@@ -116,6 +153,7 @@ def test_a_gathered_sum_crosses_once_too() -> None:
     [
         (lambda: Cluster(0.0, HOST.levels), "flops_per_us: it must be above 0"),
         (lambda: Cluster(math.nan, HOST.levels), "flops_per_us: it must be above 0"),
+        (lambda: Cluster(1.0, HOST.levels, 0.0), "memory_bytes_per_us: it must be above 0, but it is 0.0"),
         (lambda: Cluster(1.0, ()), "levels: a cluster needs one at least"),
         (lambda: Cluster(1.0, (Level("a", 8, 0.0, 1.0),)), "'a' must send more than 0 bytes"),
         (lambda: Cluster(1.0, (Level("a", 8, 1.0, -1.0),)), "'a' must send more than 0 bytes"),

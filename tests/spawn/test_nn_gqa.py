@@ -12,7 +12,7 @@ from nn_dense import WIDTH, DenseAttention, close, part, perturb, shard_of
 
 import tpkernels as tpk
 from tpkernels import nn as tnn
-from tpkernels.nn.attention import _queries
+from tpkernels.nn.attention import queries_of
 from tpkernels.testing import RankContext, RankPool
 
 F64 = torch.float64
@@ -157,7 +157,7 @@ def every_split(heads: int, kv_heads: int, world: int) -> list[int]:
     copies = world // math.gcd(kv_heads, world)
     out: list[int] = []
     for rank in range(world):
-        counts = _queries(heads, kv_heads, rank, world)
+        counts = queries_of(heads, kv_heads, rank, world)
         assert len(counts) == held and sum(counts) == heads // world
         for head, count in enumerate(counts):
             out += [rank // copies * held + head] * count

@@ -4,6 +4,7 @@
     spans, layout   which block of a matrix each rank has, and the messages from one layout to another
     method          a method: what each rank multiplies at each step, and where operands lie at rest
     one_d, summa, three_d, spatial_temporal     the methods
+    data_parallel   copies of any of them, with rows of their own
     features        layouts of biases, of norms' weights and of statistics of rows
     program         what the ranks do, step by step, derived from a method
     collectives     what exchanges are called, and what each step asks of compute and links
@@ -25,7 +26,16 @@ None of that needs a process group, or torch. What does is not imported here:
 from __future__ import annotations
 
 from tpkernels.grids.collectives import Collective, Load, collectives, loads
-from tpkernels.grids.grid import Grid, grid_1d, grid_2d, grid_2p5d, grid_3d, grid_spatial_temporal
+from tpkernels.grids.data_parallel import data_parallel
+from tpkernels.grids.grid import (
+    Grid,
+    grid_1d,
+    grid_2d,
+    grid_2p5d,
+    grid_3d,
+    grid_spatial_temporal,
+    with_replicas,
+)
 from tpkernels.grids.layout import (
     Block,
     Layout,
@@ -43,7 +53,7 @@ from tpkernels.grids.spans import Span, part
 from tpkernels.grids.spatial_temporal import spatial_temporal
 from tpkernels.grids.summa import summa
 from tpkernels.grids.three_d import three_d
-from tpkernels.grids.timing import Cluster, Level, Timing, predict
+from tpkernels.grids.timing import Cluster, Level, Timing, exchange_us, predict
 from tpkernels.grids.volume import Memory, at_rest, formula, peak
 
 __all__ = [
@@ -67,6 +77,8 @@ __all__ = [
     "backward",
     "collectives",
     "column_parallel",
+    "data_parallel",
+    "exchange_us",
     "formula",
     "forward",
     "from_blocks",
@@ -87,4 +99,5 @@ __all__ = [
     "summa",
     "three_d",
     "whole",
+    "with_replicas",
 ]

@@ -1,4 +1,4 @@
-"""Layouts of what belongs to a cut tensor's features, or to its rows: biases, norms' weights, statistics.
+"""Layouts of what belongs to a cut tensor's features, or to its rows: biases, norms' weights, statistics, embeddings.
 
 Contract: ``layout`` is that of a tensor [rows, features] of which every rank has a block, none twice. One value a
 feature (a bias) is a matrix of one row; it is cut over all ranks at rest. One value a row (a maximum, a sum of squares)
@@ -9,12 +9,22 @@ from __future__ import annotations
 
 from collections import defaultdict
 from functools import lru_cache
+from typing import NamedTuple
 
 from tpkernels.grids.grid import Grid
 from tpkernels.grids.layout import Block, Layout
 from tpkernels.grids.spans import WHOLE, Span, part, united
 
-__all__ = ["features_home", "features_needed", "features_partial", "over_features", "over_rows"]
+__all__ = [
+    "Lookup",
+    "features_home",
+    "features_needed",
+    "features_partial",
+    "ids_home",
+    "lookup",
+    "over_features",
+    "over_rows",
+]
 
 
 @lru_cache(maxsize=256)
@@ -73,3 +83,32 @@ def over_rows(layout: Layout) -> tuple[Layout, Layout, int]:
         Layout(layout.grid, (Block(WHOLE, WHOLE),) * layout.grid.world),
         len(spans),
     )
+
+
+def ids_home(layout: Layout) -> Layout:
+    """Of an embedding's table [ids, features], whose vectors are to lie so: ranks with the same features share ids."""
+    blocks = []
+    for position in range(layout.grid.world):
+        columns = layout.block(position).columns
+        holders = [p for p in range(layout.grid.world) if layout.block(p).columns == columns]
+        blocks.append(Block(part(holders.index(position), len(holders)), columns))
+    return Layout(layout.grid, tuple(blocks))
+
+
+class Lookup(NamedTuple):
+    """Vectors of one part of the rows: what every rank has of them from its part of the ids (``partial`` sums), the
+    ranks that are to have them (``owners``), and their gradients on all that have their features (``everyone``)."""
+
+    partial: Layout
+    owners: Layout
+    everyone: Layout
+
+
+def lookup(layout: Layout, rows: Span) -> Lookup:
+    """Of a table at ``ids_home``."""
+    table = ids_home(layout)
+    every = range(layout.grid.world)
+    owners = (layout.block(p) if layout.block(p).rows == rows else None for p in every)
+    everyone = Layout(layout.grid, tuple(Block(rows, layout.block(p).columns) for p in every))
+    partial = everyone.partial(lambda p: (table.block(p).rows,))
+    return Lookup(partial, Layout(layout.grid, tuple(owners)), everyone)

@@ -9,6 +9,7 @@ processes; ``tpkernels.grids.mesh`` binds one to a group.
     grid_2p5d                row, column, depth       q q d    2.5-D (Tesseract)
     grid_3d                  i, j, l                  q q q    3-D
     grid_spatial_temporal    row, column              4^k      PrimePar's P_{2^k x 2^k}
+    with_replicas            data, and another's      d n      copies of a grid, for data parallelism
 
 Positions count row by row, the last axis fastest, as in a DeviceMesh. Those of ``grid_spatial_temporal`` take the
 bits of a rank alternately, the first for the row (PrimePar, section 3): ranks 0 to 3, often on one host, are a 2 x
@@ -23,15 +24,15 @@ from functools import cached_property
 
 from tpkernels.errors import GroupError
 
-__all__ = ["Grid", "grid_1d", "grid_2d", "grid_2p5d", "grid_3d", "grid_spatial_temporal"]
+__all__ = ["Grid", "grid_1d", "grid_2d", "grid_2p5d", "grid_3d", "grid_spatial_temporal", "with_replicas"]
 
 Coordinates = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Grid:
-    """``shape[a]`` ranks along axis ``axes[a]``; ``interleaved``: coordinates are alternate bits of the
-    position."""
+    """``shape[a]`` ranks along axis ``axes[a]``; ``interleaved``: the coordinates of the last two axes are alternate
+    bits of the position among them."""
 
     axes: tuple[str, ...]
     shape: tuple[int, ...]
@@ -60,14 +61,17 @@ class Grid:
         return sum(x != y for x, y in zip(self.coordinates[a], self.coordinates[b], strict=True))
 
     def _coordinates_of(self, position: int) -> Coordinates:
-        if self.interleaved:
-            row = column = 0
-            for bit in range(self.shape[0].bit_length() - 1):
-                row |= (position >> (2 * bit + 1) & 1) << bit
-                column |= (position >> (2 * bit) & 1) << bit
-            return row, column
         found = []
-        for size in reversed(self.shape):
+        shape = self.shape
+        if self.interleaved:
+            position, inside = divmod(position, shape[-1] * shape[-2])
+            row = column = 0
+            for bit in range(shape[-1].bit_length() - 1):
+                row |= (inside >> (2 * bit + 1) & 1) << bit
+                column |= (inside >> (2 * bit) & 1) << bit
+            found += [column, row]
+            shape = shape[:-2]
+        for size in reversed(shape):
             position, coordinate = divmod(position, size)
             found.append(coordinate)
         return tuple(reversed(found))
@@ -146,6 +150,17 @@ def grid_spatial_temporal(world: int) -> Grid:
             f"a group of {4**k} or {4 ** (k + 1)} ranks{_other_grids(world)}."
         )
     return Grid(("row", "column"), (2**k, 2**k), interleaved=True)
+
+
+def with_replicas(grid: Grid, replicas: int) -> Grid:
+    """``replicas`` copies of ``grid``, one behind another: the ranks of each are consecutive.
+
+    Raises:
+        GroupError: less than one.
+    """
+    if replicas < 1:
+        raise GroupError(f"replicas: a grid needs at least 1 copy, but it is {replicas}.")
+    return Grid(("data", *grid.axes), (replicas, *grid.shape), grid.interleaved)
 
 
 def _across(world: int, depth: int) -> int:

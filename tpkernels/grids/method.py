@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -95,7 +95,7 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Method:
-    """A method on a grid. Made by ``one_d``, ``summa``, ``three_d`` and ``spatial_temporal``.
+    """A method on a grid. Made by ``one_d``, ``summa``, ``three_d``, ``spatial_temporal`` and ``data_parallel``.
 
     family: which formulas are its (``volume``).
     name: of the method.
@@ -105,7 +105,8 @@ class Method:
     homes: layouts of "X", "W", "Y" and "B" between passes; gradients lie as what they are the gradients of.
     rings: a block comes from who had it in the step before (else from its home, in every step anew).
     made_by: the function that made it, and its arguments: what is pickled of a method.
-    sums: layouts through which dW gets to its home, where that has replicas.
+    sums: layouts through which results ("Y", "dX", "dW") get to their homes, where these have replicas: as an
+        all-reduce goes, slices of the sum first.
     """
 
     family: str
@@ -116,7 +117,7 @@ class Method:
     homes: Mapping[str, Layout]
     made_by: tuple[Callable[..., Method], tuple[object, ...]]
     rings: bool = False
-    sums: tuple[Layout, ...] = ()
+    sums: Mapping[str, tuple[Layout, ...]] = field(default_factory=dict)
 
     def __reduce__(self) -> tuple[Callable[..., Method], tuple[object, ...]]:
         return self.made_by

@@ -256,7 +256,7 @@ class _Result:
         self.builder, self.name = builder, kind.result
         method = builder.method
         self.rings = method.rings
-        self.path: Sequence[Layout] = (*(method.sums if self.name == "dW" else ()), method.home(self.name))
+        self.path: Sequence[Layout] = (*method.sums.get(self.name, ()), method.home(self.name))
         self.now: Held | None = None  # sums so far; its terms are what they have
         self.served: set[int] = set()  # positions that have got their block of the first layout of the path
         self.made = 0
@@ -331,6 +331,11 @@ def _added(sums: Layout, partial: Layout) -> Layout:
 
 
 def _moved(sums: Layout, places: Layout) -> Layout:
-    """The sums, unchanged, where ``places`` has their rectangles."""
-    terms = {rectangle: _terms(sums, holders[0]) for rectangle, holders in sums.holders.items()}
-    return places.partial(lambda p: terms[places.block(p)[:2]])
+    """The sums, unchanged, where ``places`` has their rectangles: those of the nearest holder, since data-parallel
+    copies have sums of their own rows."""
+
+    def terms(position: int) -> Terms:
+        holders = sums.holders[places.block(position)[:2]]
+        return _terms(sums, min(holders, key=lambda p: sums.grid.distance(p, position)))
+
+    return places.partial(terms)

@@ -57,7 +57,14 @@ def summa(grid: Grid) -> Method:
     homes = {"X": y, "W": w, "Y": y, "B": features_home(grid, y)}
     name = "2-D SUMMA" if len(grid.shape) == 2 else "2.5-D"
     return Method(
-        "summa", name, grid, q, work, homes, (summa, (grid,)), sums=_over_depths(grid, w) if d > 1 else ()
+        "summa",
+        name,
+        grid,
+        q,
+        work,
+        homes,
+        (summa, (grid,)),
+        sums={"dW": _over_depths(grid, w)} if d > 1 else {},
     )
 
 

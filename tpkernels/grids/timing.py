@@ -3,8 +3,10 @@
     step = slowest rank of max(products, messages)
     messages of a rank = the longest of its levels, of sending and of receiving: bytes / rate + number * latency
 
+Sizes are taken as cut evenly: a block is its share of the matrix.
+
 A message belongs to the innermost level that joins both ranks; what several ranks of a host need crosses once
-(:func:`_legs`). Levels are ports of their own (NVLink, a network card) and work at the same time, in both directions.
+(:func:`legs`). Levels are ports of their own (NVLink, a network card) and work at the same time, in both directions.
 Products run at one rate, whatever their size: small ones are faster here than on any GPU. Where a method's pass is one
 product of gathered blocks, its exchanges lie in front of it and behind it; ``fused`` lets them run beneath it, as path
 "fused" of the layers of one dimension does.
@@ -12,18 +14,20 @@ product of gathered blocks, its exchanges lie in front of it and behind it; ``fu
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import lru_cache
+from typing import NamedTuple, TypeAlias
 
 from tpkernels.errors import ArgumentError
-from tpkernels.grids.layout import Message
+from tpkernels.grids.layout import Layout, Message, messages
 from tpkernels.grids.method import Method, Sizes
-from tpkernels.grids.program import Exchange, Product, Program
+from tpkernels.grids.program import Product, Program
 from tpkernels.grids.spans import Span
 
-__all__ = ["Cluster", "Level", "Timing", "predict"]
+__all__ = ["Cluster", "Level", "Timing", "exchange_us", "legs", "predict"]
 
 
 class Level(NamedTuple):
@@ -42,7 +46,9 @@ class Level(NamedTuple):
 
 @dataclass(frozen=True)
 class Cluster:
-    """A machine: what a rank multiplies, and its links, the innermost level first.
+    """A machine: what a rank multiplies, its links, the innermost level first, and its memory.
+
+    memory_bytes_per_us: that a rank reads and writes of its own memory. For what is no product: ``predict`` has none.
 
     Raises:
         ArgumentError: a rate that is not above zero, a latency below it, levels that are not multiples of one another.
@@ -50,10 +56,15 @@ class Cluster:
 
     flops_per_us: float
     levels: tuple[Level, ...]
+    memory_bytes_per_us: float = math.inf
 
     def __post_init__(self) -> None:
         if not self.flops_per_us > 0:
             raise ArgumentError(f"flops_per_us: it must be above 0, but it is {self.flops_per_us}.")
+        if not self.memory_bytes_per_us > 0:
+            raise ArgumentError(
+                f"memory_bytes_per_us: it must be above 0, but it is {self.memory_bytes_per_us}."
+            )
         if not self.levels:
             raise ArgumentError("levels: a cluster needs one at least, the links between its ranks.")
         inside = 1
@@ -107,60 +118,126 @@ def predict(
         ArgumentError: the cluster does not join the ranks.
     """
     total = products = messages = 0.0
-    for step in program.steps:
-        flops = [0] * method.grid.world
-        for work in step.work:
-            if isinstance(work, Product):
-                for position, box in enumerate(method.spans(work.kind, work.step)):
-                    m, k, n = (span.length(size) for span, size in zip(box, sizes, strict=True))
-                    flops[position] += 2 * m * k * n
-        moved = _messages_us(step.exchanges, sizes, cluster, element_bytes)
-        of_products = [f / cluster.flops_per_us for f in flops]
-        total += max(max(p, moved.get(rank, 0.0)) for rank, p in enumerate(of_products))
-        products += max(of_products)
-        messages += max(moved.values(), default=0.0)
+    flops = 2.0 * sizes.m * sizes.k * sizes.n
+    for step in _demands(method, program, cluster):
+        products += max(flops * share for share, _ in step) / cluster.flops_per_us
+        slowest = beneath = 0.0
+        for share, ports in step:
+            moved = max((_port_us(port, sizes, cluster, element_bytes) for port in ports), default=0.0)
+            slowest = max(slowest, moved, flops * share / cluster.flops_per_us)
+            beneath = max(beneath, moved)
+        total += slowest
+        messages += beneath
     if fused and method.gathers:
         total = max(products, messages)
     return Timing(total, products, messages)
 
 
-def _messages_us(
-    exchanges: tuple[Exchange, ...], sizes: Sizes, cluster: Cluster, element_bytes: int
-) -> dict[int, float]:
-    """By position, how long its messages of a step take."""
-    ports: dict[tuple[int, int, bool], float] = defaultdict(float)
-    for exchange in exchanges:
-        rows, columns = sizes.of(exchange.operand)
-        for sender, receiver, elements in _legs(exchange, cluster, rows, columns):
-            number = cluster.level_of(sender, receiver)
-            level = cluster.levels[number]
-            us = level.message_us + elements * element_bytes / level.bytes_per_us
-            ports[sender, number, True] += us
-            ports[receiver, number, False] += us
-    found: dict[int, float] = defaultdict(float)
-    for (position, _, _), us in ports.items():
-        found[position] = max(found[position], us)
+def exchange_us(
+    source: Layout, target: Layout, rows: int, columns: int, cluster: Cluster, *, element_bytes: int = 2
+) -> float:
+    """The time to get a matrix from one layout to the other, with nothing else under way; 0 where all is there.
+
+    Raises:
+        ArgumentError: the cluster does not join the ranks. ValueError: as ``messages``.
+    """
+    if source.blocks == target.blocks:
+        return 0.0
+    moved = _exchange_load(source, target, cluster)
+    return max(
+        (
+            count * cluster.levels[level].message_us
+            + share * rows * columns * element_bytes / cluster.levels[level].bytes_per_us
+            for level, count, share in moved
+        ),
+        default=0.0,
+    )
+
+
+class _Load(NamedTuple):
+    """What a rank sends, or receives, over a level's links in a step: of an operand (its name without "d"), so many
+    messages with such a part of the matrix in all."""
+
+    operand: str
+    messages: int
+    share: float
+
+
+# Over one level, in one direction.
+_Port: TypeAlias = tuple[int, tuple[_Load, ...]]
+# Of a rank in a step: the part of all products, and its ports. Ranks that have the same are in a step once.
+_Demand: TypeAlias = tuple[float, tuple[_Port, ...]]
+
+
+@lru_cache(maxsize=2048)
+def _demands(method: Method, program: Program, cluster: Cluster) -> tuple[tuple[_Demand, ...], ...]:
+    """By step, what each different rank has to do, whatever the sizes: so plans of many sizes look at messages once."""
+    found = []
+    world = method.grid.world
+    for step in program.steps:
+        shares = [0.0] * world
+        for work in step.work:
+            if isinstance(work, Product):
+                for position, box in enumerate(method.spans(work.kind, work.step)):
+                    shares[position] += math.prod((s.stop - s.start) / s.parts for s in box)
+        ports: dict[tuple[int, int, bool], dict[str, _Load]] = defaultdict(dict)
+        for exchange in step.exchanges:
+            operand = exchange.operand.removeprefix("d")
+            for port, (count, share) in _ports(exchange.messages, cluster).items():
+                before = ports[port].get(operand, _Load(operand, 0, 0.0))
+                ports[port][operand] = _Load(operand, before.messages + count, before.share + share)
+        by_rank: dict[int, set[_Port]] = defaultdict(set)
+        for (position, level, _), load in ports.items():
+            by_rank[position].add((level, tuple(load.values())))
+        found.append(tuple({(shares[rank], tuple(sorted(by_rank[rank]))) for rank in range(world)}))
+    return tuple(found)
+
+
+def _port_us(port: _Port, sizes: Sizes, cluster: Cluster, element_bytes: int) -> float:
+    level = cluster.levels[port[0]]
+    us = 0.0
+    for operand, count, share in port[1]:
+        rows, columns = sizes.of(operand)
+        us += count * level.message_us + share * rows * columns * element_bytes / level.bytes_per_us
+    return us
+
+
+@lru_cache(maxsize=4096)
+def _exchange_load(source: Layout, target: Layout, cluster: Cluster) -> tuple[tuple[int, int, float], ...]:
+    """Level, messages and share of each different port of an exchange."""
+    found = _ports(messages(source, target), cluster)
+    return tuple({(level, count, share) for (_, level, _), (count, share) in found.items()})
+
+
+def _ports(exchange: tuple[Message, ...], cluster: Cluster) -> dict[tuple[int, int, bool], tuple[int, float]]:
+    """By position, level and direction (true: sending): messages, and the part of the matrix in them."""
+    found: dict[tuple[int, int, bool], tuple[int, float]] = defaultdict(lambda: (0, 0.0))
+    for sender, receiver, share in legs(exchange, cluster):
+        level = cluster.level_of(sender, receiver)
+        for port in ((sender, level, True), (receiver, level, False)):
+            count, before = found[port]
+            found[port] = count + 1, before + share
     return found
 
 
-def _legs(exchange: Exchange, cluster: Cluster, rows: int, columns: int) -> Iterator[tuple[int, int, int]]:
-    """Sender, receiver and elements of all that travels.
+def legs(exchange: tuple[Message, ...], cluster: Cluster) -> Iterator[tuple[int, int, float]]:
+    """Sender, receiver and part of the matrix of all that travels.
 
     A block that several ranks behind an outer level need crosses it once, to the one that stands there as its owner
     does among its own, which gives it to the others; addends for one rank are added up in the same way before they
     cross. So do collectives that know of hosts.
     """
-    arrivals = Counter((m.target, m.rows, m.columns) for m in exchange.messages)
+    arrivals = Counter((m.target, m.rows, m.columns) for m in exchange)
     sums = max(arrivals.values(), default=0) > 1  # several addends of a block, not copies of one
     several: dict[tuple[int, Span, Span, int, int], list[Message]] = defaultdict(list)
-    for m in exchange.messages:
+    for m in exchange:
         if m.source != m.target:
             outer = cluster.level_of(m.source, m.target)
             inside = cluster.levels[outer - 1].ranks if outer > 0 else 1
             one, other = (m.target, m.source) if sums else (m.source, m.target)
             several[one, m.rows, m.columns, outer, other // inside].append(m)
     for (one, _, _, outer, _), group in several.items():
-        elements = group[0].elements(rows, columns)
+        share = math.prod((s.stop - s.start) / s.parts for s in (group[0].rows, group[0].columns))
         others = [m.source if sums else m.target for m in group]
         if outer == 0:
             legs = [(one, other) for other in others]
@@ -169,4 +246,4 @@ def _legs(exchange: Exchange, cluster: Cluster, rows: int, columns: int) -> Iter
             door = min(others, key=lambda p, at=one % inside: (p % inside != at, p))  # type: ignore[misc]
             legs = [(one, door), *((door, other) for other in others if other != door)]
         for sender, receiver in legs:
-            yield (receiver, sender, elements) if sums else (sender, receiver, elements)
+            yield (receiver, sender, share) if sums else (sender, receiver, share)

@@ -6,6 +6,8 @@ rank receives on average; P ranks, q along an axis. Passes of Y [m, n] = X [m, k
     method              FORWARD                    INPUT_GRAD                  WEIGHT_GRAD
     1-D column          (p-1)/p mk                 (p-1)/p mk                  (p-1)/p mk, or 0 where X is kept
     1-D row             (p-1)/p mn                 (p-1)/p mn                  0, dY being there
+    1-D column, whole   0                          2 (p-1)/p mk                0       without sequence parallelism:
+    1-D row, whole      2 (p-1)/p mn               0                           0       X, or Y, is whole everywhere
     2-D                 (q-1)(mk + kn)/q^2         the same                    the same
     2.5-D               (q-1)(mk/d + kn)/q^2       the same                    the same, + 2 (d-1)/d kn/q^2
     3-D                 (q-1)(mk + kn + mn)/q^3    (q-1)(mn + mk + kn)/q^3     (q-1)(kn + mk)/q^3; where X and W
@@ -14,36 +16,48 @@ rank receives on average; P ranks, q along an axis. Passes of Y [m, n] = X [m, k
                         + (q-1)/q mk/q^2 for X     + (q-1)/q mk/q^2 for dX
 
 The last line's second row is the way from and to the layout of 2-D. A bias costs n (1/q - 1/P) in FORWARD, and
-again for its gradient. Sources: the papers named in the methods' modules; 2.5-D with the sum of dW over depths.
+again for its gradient (where Y is whole, which needs no sum within a copy, (D-1) n/P). D data-parallel copies of a
+method have m/D rows each, and WEIGHT_GRAD 2 (D-1)/D more of what a rank has of W. Sources: the papers named in the
+methods' modules; 2.5-D with the sum of dW over depths.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from fractions import Fraction
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tpkernels.grids.method import Method, Sizes
 from tpkernels.grids.program import Program
 
 __all__ = ["Memory", "at_rest", "formula", "peak"]
 
-# Elements by pass; "bias": of bringing the bias, and as many again of summing its gradient.
+# Elements by pass; "bias": of bringing the bias, "bias_grad": of summing its gradient.
 Volume = Mapping[str, Fraction]
 
 
 def formula(method: Method, sizes: Sizes, *, kept: bool = False) -> Volume:
-    """Elements that a rank receives on average, by pass: "forward", "input_grad", "weight_grad", "bias".
+    """Elements that a rank receives on average, by pass: "forward", "input_grad", "weight_grad", "bias",
+    "bias_grad".
 
     Args:
         kept: what forward gathered of X and W is kept for backward (1-D column, 3-D).
     """
     q, world = method.grid.shape[0], method.grid.world
-    bias = sizes.n * (Fraction(1, q) - Fraction(1, world))
-    if method.family == "row":  # whose output features are not cut
-        bias = sizes.n * (1 - Fraction(1, world))
+    bias = sizes.n * (Fraction(1, method.cuts.n) - Fraction(1, world))
+    row_spans = len({rows for rows, _ in method.home("Y").holders})
+    of_bias = {"bias": bias, "bias_grad": Fraction((row_spans - 1) * sizes.n, world)}
+    if method.family == "data":
+        inner: Any
+        replicas: Any
+        inner, replicas = method.made_by[1]
+        own = formula(inner, sizes._replace(m=sizes.m // replicas), kept=kept)
+        of_weight = method.home("W").block(0)
+        w = Fraction(sizes.n) * of_weight.rows.share * sizes.k * of_weight.columns.share
+        over_copies = Fraction(2 * (replicas - 1), replicas) * w
+        return {**own, "weight_grad": own["weight_grad"] + over_copies, **of_bias}
     forward, input_grad, weight_grad = _FORMULAS[method.family](q, world, sizes, not kept)
-    return {"forward": forward, "input_grad": input_grad, "weight_grad": weight_grad, "bias": bias}
+    return {"forward": forward, "input_grad": input_grad, "weight_grad": weight_grad, **of_bias}
 
 
 _Three = tuple[Fraction, Fraction, Fraction]
@@ -57,6 +71,14 @@ def _column(p: int, world: int, sizes: Sizes, again: bool) -> _Three:
 def _row(p: int, world: int, sizes: Sizes, again: bool) -> _Three:
     y = Fraction(p - 1, p) * sizes.m * sizes.n
     return y, y, Fraction(0)
+
+
+def _column_whole(p: int, world: int, sizes: Sizes, again: bool) -> _Three:
+    return Fraction(0), Fraction(2 * (p - 1), p) * sizes.m * sizes.k, Fraction(0)
+
+
+def _row_whole(p: int, world: int, sizes: Sizes, again: bool) -> _Three:
+    return Fraction(2 * (p - 1), p) * sizes.m * sizes.n, Fraction(0), Fraction(0)
 
 
 def _summa(q: int, world: int, sizes: Sizes, again: bool) -> _Three:
@@ -80,6 +102,8 @@ def _spatial_temporal(q: int, world: int, sizes: Sizes, again: bool) -> _Three:
 _FORMULAS: Mapping[str, Callable[[int, int, Sizes, bool], _Three]] = {
     "column": _column,
     "row": _row,
+    "column, whole": _column_whole,
+    "row, whole": _row_whole,
     "summa": _summa,
     "three_d": _three_d,
     "spatial_temporal": _spatial_temporal,

@@ -56,10 +56,10 @@ def _check_heads(hidden: int, heads: int, kv_heads: int, head_dim: int, rotary: 
         )
 
 
-def _queries(heads: int, kv_heads: int, rank: int, world: int) -> tuple[int, ...]:
+def queries_of(heads: int, kv_heads: int, rank: int, world: int) -> tuple[int, ...]:
     """How many of a rank's q heads use each of the kv heads that it holds.
 
-    >>> [_queries(12, 2, rank, 3) for rank in range(3)]
+    >>> [queries_of(12, 2, rank, 3) for rank in range(3)]
     [(4, 0), (2, 2), (0, 4)]
     """
     parts = math.gcd(kv_heads, world)
@@ -67,6 +67,20 @@ def _queries(heads: int, kv_heads: int, rank: int, world: int) -> tuple[int, ...
     first = rank // (world // parts) * held
     used = [q * kv_heads // heads - first for q in range(rank * own, (rank + 1) * own)]
     return tuple(used.count(head) for head in range(held))
+
+
+def for_queries(x: Tensor, queries: Sequence[int]) -> Tensor:
+    """[B, kv heads held, S, D] -> those that a rank's q heads use, in equal groups. Mostly a view.
+
+    ``queries``: of ``queries_of``. Copies are made by expand and cat, whose gradients are sums in a fixed order.
+    """
+    used = [head for head, count in enumerate(queries) if count]
+    counts = [queries[head] for head in used]
+    x = x.narrow(1, used[0], len(used))
+    if min(counts) == max(counts):
+        return x
+    each = [head.expand(-1, count, -1, -1) for head, count in zip(x.split(1, 1), counts, strict=True)]
+    return torch.cat(each, 1)
 
 
 def _written_out(q: Tensor, k: Tensor, v: Tensor, causal: bool, keep: Tensor, p: float) -> Tensor:
@@ -141,7 +155,7 @@ class ParallelAttention(nn.Module):
         self.local_heads = heads // group.world
         parts = math.gcd(kv_heads, group.world)
         self.local_kv_heads = kv_heads // parts
-        self.queries = _queries(heads, kv_heads, group.rank, group.world)
+        self.queries = queries_of(heads, kv_heads, group.rank, group.world)
         self.first_head = group.rank * self.local_heads
         self.causal = causal
         self.rotary_base = rotary_base
@@ -164,19 +178,6 @@ class ParallelAttention(nn.Module):
         self.o_proj = RowParallelLinear(
             heads * self.head_dim, hidden, bias=out_bias, **_options.row(options, "o_proj")
         )
-
-    def _for_queries(self, x: Tensor) -> Tensor:
-        """[B, kv heads held, S, D] -> those that this rank's q heads use, in equal groups. Mostly a view.
-
-        Copies are made by expand and cat, whose gradients are sums in a fixed order.
-        """
-        used = [head for head, count in enumerate(self.queries) if count]
-        counts = [self.queries[head] for head in used]
-        x = x.narrow(1, used[0], len(used))
-        if min(counts) == max(counts):
-            return x
-        each = [head.expand(-1, count, -1, -1) for head, count in zip(x.split(1, 1), counts, strict=True)]
-        return torch.cat(each, 1)
 
     def _split_heads(self, y: Tensor, count: int) -> Tensor:
         """[S, B, count * D] or [B, S, count * D] -> [B, count, S, D], a view."""
@@ -241,7 +242,7 @@ class ParallelAttention(nn.Module):
             if rotary is None:
                 rotary = rotary_tables(q.shape[2], self.head_dim, base=self.rotary_base, device=x.device)
             q, k = apply_rotary(q, *rotary), apply_rotary(k, *rotary)
-        k, v = self._for_queries(k), self._for_queries(v)
+        k, v = for_queries(k, self.queries), for_queries(v, self.queries)
         if self.recompute_core:
             y = recomputed(self._core, q, k, v, step, keep_random_state=False)
         else:

@@ -1,4 +1,5 @@
-"""``tpk`` (or ``python -m tpkernels``): tune products, fit the cost model, see what is known and what would run."""
+"""``tpk`` (or ``python -m tpkernels``): tune products, fit the cost model, see what is known and what would run; plan
+how a model is cut over ranks."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ import torch
 from tpkernels import _extensions
 from tpkernels.errors import ArgumentError, TpkError
 from tpkernels.ops.explain import explain
+from tpkernels.planner import cli as planner_cli
 from tpkernels.tune import asked, calibrate, local, models, shapes, show, store
 from tpkernels.tune.shapes import Shape
 from tpkernels.tune.store import Entry
@@ -91,6 +93,10 @@ def _parser() -> argparse.ArgumentParser:
     _device_option(one)
     asked.add_options(one)
     one.set_defaults(run=_explain)
+
+    one = command("plan", "cut a model over ranks: the method, grid and copies of every operator")
+    planner_cli.add_options(one)
+    one.set_defaults(run=planner_cli.run)
 
     one = command("status", "tell which parts of the package are loaded, and why others are not")
     one.set_defaults(run=lambda given: print(*_extensions.status().values(), sep="\n"))

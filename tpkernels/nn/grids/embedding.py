@@ -16,10 +16,10 @@ from torch import Tensor
 
 from tpkernels.errors import ArgumentError, ShapeError
 from tpkernels.grids.execute import move
-from tpkernels.grids.layout import Block, Layout
+from tpkernels.grids.features import Lookup, ids_home, lookup
+from tpkernels.grids.layout import Layout
 from tpkernels.grids.mesh import ProcessGrid
 from tpkernels.grids.redistribute import would_fit
-from tpkernels.grids.spans import Span
 from tpkernels.nn._checks import agreed, check_indices, digest
 from tpkernels.nn.grids._distribution import Distribution
 from tpkernels.nn.sharding import BlockShard, ParallelModule
@@ -27,34 +27,6 @@ from tpkernels.nn.weights import init_parameter_
 from tpkernels.ops._collectives import accumulate_dtype
 
 __all__ = ["Embedding"]
-
-
-def table_layout(distribution: Distribution) -> Layout:
-    """Of the table [ids, elements]: the ranks that have the same features share the ids."""
-    home = distribution.home
-    layout = distribution.layout
-    blocks = []
-    for position in range(layout.grid.world):
-        columns = layout.block(position).columns
-        holders = [p for p in range(layout.grid.world) if layout.block(p).columns == columns]
-        ids = Span(holders.index(position), holders.index(position) + 1, len(holders))
-        blocks.append(Block(ids, columns))
-    return Layout(home.grid, tuple(blocks))
-
-
-class _PartExchanges:
-    """The exchanges of one part of the rows: partial vectors to their owners, gradients to all that have their
-    features."""
-
-    def __init__(self, distribution: Distribution, table: Layout, rows: Span) -> None:
-        layout = distribution.layout
-        every = range(layout.grid.world)
-        here = [layout.block(p).rows == rows for p in every]
-        self.rows = rows
-        self.owners = Layout(layout.grid, tuple(layout.block(p) if here[p] else None for p in every))
-        spread = (Block(rows, layout.block(p).columns) for p in every)
-        self.everyone = Layout(layout.grid, tuple(spread))
-        self.partial = self.everyone.partial(lambda p: (table.block(p).rows,))
 
 
 class _Lookup(torch.autograd.Function):
@@ -135,7 +107,7 @@ class Embedding(ParallelModule):
         device: torch.device | str | None = None,
     ) -> None:
         distribution = Distribution(layout, grid, embedding_dim, "embedding_dim")
-        table = table_layout(distribution)
+        table = ids_home(layout)
         parts = table.block(grid.position).rows.parts
         if num_embeddings < 1 or num_embeddings % parts:
             raise ArgumentError(
@@ -148,7 +120,7 @@ class Embedding(ParallelModule):
         self.seed, self.init_std, self.name = seed, init_std, name
         shape = num_embeddings, embedding_dim
         self._add_parameter("weight", shape, BlockShard(table, shape, grid), dtype, device)
-        self._exchanges = [_PartExchanges(distribution, table, rows) for rows in distribution.row_spans]
+        self._lookups = [(rows, lookup(layout, rows)) for rows in distribution.row_spans]
         self.reset_parameters()
 
     @property
@@ -161,10 +133,10 @@ class Embedding(ParallelModule):
         """First id, and the one behind the last, that this rank has vectors of."""
         return self.table.block(self.distribution.grid.position).rows.elements(self.num_embeddings)
 
-    def parts(self, ids: Tensor) -> Iterator[tuple[_PartExchanges, Tensor]]:
+    def parts(self, ids: Tensor) -> Iterator[tuple[Lookup, Tensor]]:
         """Each part of the rows, with its ids [n]."""
-        for ways in self._exchanges:
-            begin, end = ways.rows.elements(ids.shape[0])
+        for rows, ways in self._lookups:
+            begin, end = rows.elements(ids.shape[0])
             yield ways, ids[begin:end].reshape(-1)
 
     def reset_parameters(self) -> None:
