@@ -187,9 +187,7 @@ def explain(op: str, a: Any, b: Any, group: _groups.GroupLike = None, **options:
     if device == "cuda":
         product = product._replace(dtype=_plans.dtype_name(operand.dtype))
     if members is not None and prefix == f"{_paths.FUSED}+" and way is None and op in described.OPS:
-        product = product._replace(
-            collective=op, shard_rows=tuple(rows), rank=members.rank
-        )
+        product = product._replace(collective=op, shard_rows=tuple(rows), rank=members.rank)
     machine = _plans.machine_of(device, operand.device, product.dtype)
     plans = _plans.candidates(product, machine)
     plan_why = _plans.why(product, machine, plans[0])

@@ -4,7 +4,7 @@
                 messages, then the sums over ranks), and the sum of the weight's gradient over copies; of heads of keys
                 and values that several ranks hold, the sum over these
     norm        statistics of rows among ranks that share them, weights and their gradients; reads, writes
-    core        its products, 3.5 times those of forward in all; nothing is sent
+    core        its products, 3.5 times those of forward in all, and what slows them down; nothing is sent
     others      reads and writes of memory
     embedding   the exchanges of ``nn.grids.Embedding`` on one copy, one part of the rows after another; the sum of the
                 table's gradient over copies
@@ -54,6 +54,9 @@ _HALF, _SINGLE = 2, 4  # bytes of bf16 and of float32
 # Bytes that are read and written of memory for one element, forward and backward together, in bf16.
 _NORM, _RESIDUAL, _GATED, _PLAIN, _LOSS = 10, 12, 26, 10, 22
 _CORE = 3.5  # products forward and backward over those of forward: a flash kernel computes the scores twice
+# Attention's products, with rotary positions and copies, over such products at the rate of large ones: the mean of
+# three models' attention at 8192 tokens on two H200, torch's kernel (2.2 to 3.3; docs/planner.md).
+_CORE_SLOWER = 2.6
 
 
 @dataclass(frozen=True)
@@ -283,7 +286,7 @@ class Costs:
         """Causal attention: half of the scores. q, k and v are kept; the output is what ``out`` keeps."""
         model = self.model
         whole = 2 * model.batch * model.sequence**2 * model.width
-        us = _CORE * whole * at.share / self.cluster.flops_per_us
+        us = _CORE * _CORE_SLOWER * whole * at.share / self.cluster.flops_per_us
         features = model.width + 2 * model.kv_heads * model.head_dim * kv_copies(at, model)
         return Cost(us=us, products_us=us, kept_bytes=features * model.tokens * at.share * _HALF)
 
