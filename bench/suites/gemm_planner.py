@@ -18,7 +18,16 @@ from ..suite import Skip
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SAME_TILE", "SCHEDULES", "STREAMED", "TILES", "Planner", "Request", "tile_variants", "waves_of_whole_tiles"]
+__all__ = [
+    "SAME_TILE",
+    "SCHEDULES",
+    "STREAMED",
+    "TILES",
+    "Planner",
+    "Request",
+    "tile_variants",
+    "waves_of_whole_tiles",
+]
 
 SAME_TILE = "streamk:dp-same-tile"
 STREAMED = ("stream_k", "split_k", "hybrid_first", "hybrid_last", "hybrid_aligned")
@@ -48,7 +57,7 @@ def tile_variants(tiles: Sequence[str]) -> list[str]:
 
 
 def waves_of_whole_tiles(plan: Mapping[str, Any]) -> float:
-    """CTAs of such a plan, which has a worker for every tile, over multiprocessors (0: a whole H100's), one CTA each."""
+    """CTAs of such a plan, which has a worker for every tile, over multiprocessors (0: those of an H100)."""
     return float(plan["tiles"] * math.prod(plan["cluster"])) / float(plan["multiprocessors"] or 132)
 
 
