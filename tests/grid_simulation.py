@@ -74,7 +74,7 @@ def simulate(
         arrived = []
         for some in step.exchanges:
             made, count = exchange(some, ranks, sizes)
-            arrived.append((some.target.buffer, made))
+            arrived.append((some.target.buffer, made, some.adds))
             sent += count
         results = [
             [
@@ -83,10 +83,10 @@ def simulate(
             ]
             for own in ranks
         ]
-        for name, made in arrived:  # behind the work, which does not see them yet
+        for name, made, adds in arrived:  # behind the work, which does not see them yet
             for own, array in zip(ranks, made, strict=True):
                 if array is not None:
-                    own[name] = array
+                    own[name] = own[name] + array if adds and name in own else array
         for own, some in zip(ranks, results, strict=True):
             for name, array in some:
                 own[name] = own[name] + array if name in own else array

@@ -6,8 +6,9 @@ multiplies, waits. All ranks of the grid must run the same program with the same
 ``tpkernels.matmul``.
 
 Numbers: sums are formed in float32 (float64 for float64), over steps in their order and over ranks in the order of
-positions, so every run has the same bits. What travels of a result is rounded to the result's type, each partial
-sum and each sum under way once; what stays is not. Replicas of a result are equal bit for bit.
+positions, or in that in which they come, one a step; so every run has the same bits. What travels of a result is
+rounded to the result's type, each partial sum and each sum under way once; what stays is not. Replicas of a result are
+equal bit for bit.
 
 Waits end after the group's timeout, with ``CommTimeoutError``.
 """
@@ -151,8 +152,9 @@ class _Transfer:
             traffic.sent_bytes += sum(t.nbytes for t in self.outgoing)
             traffic.received_bytes += sum(t.nbytes for t in self.arriving if t is not None)
 
-    def finish(self, result: bool) -> tuple[Tensor | None, bool]:
-        """The block (None: this rank has none), and whether it is a view of what was there."""
+    def finish(self, result: bool, exact: bool = False) -> tuple[Tensor | None, bool]:
+        """The block (None: this rank has none), and whether it is a view of what was there. ``exact``: what did not
+        travel keeps its type."""
         self._wait()
         part = self.part
         if part.shape is None:
@@ -162,7 +164,7 @@ class _Transfer:
         summed = len({(p.rows.start, p.columns.start) for p in part.receives}) < len(pieces)
         shape = torch.Size((part.shape[0], *self.middle, part.shape[1]))
         if len(pieces) == 1 and pieces[0].shape == shape:
-            return pieces[0].to(self.wire), self.arriving[0] is None
+            return (pieces[0] if exact else pieces[0].to(self.wire)), self.arriving[0] is None
         dtype = accumulate_dtype(self.wire) if summed and result else self.wire
         block = torch.zeros(shape, dtype=dtype, device=self.like.device)
         seen: set[tuple[int, int]] = set()
@@ -268,14 +270,26 @@ def run(
                 transfers.append(_Transfer(part, block, wire, grid, f"{what}, {exchange.operand}", like))
         arriving = {exchange.target.buffer for exchange in step.exchanges}
         fresh = [(work.into, _done(work, buffers, arriving, path)) for work in step.work]  # while it travels
+        addends: list[tuple[str, Tensor]] = []
+        arrived = 0  # elements of addends that travelled
         for exchange, transfer in zip(step.exchanges, transfers, strict=True):
-            made, view = transfer.finish(exchange.result)
-            if made is not None:
-                buffers[exchange.target.buffer] = made
+            name = exchange.target.buffer
+            made, view = transfer.finish(exchange.result, exact=exchange.adds)
+            if made is None:
+                continue
+            if exchange.adds and name in buffers:
+                addends.append((name, made))
+                arrived += 0 if view else made.numel()
+            elif exchange.adds:
+                buffers[name] = made.to(accumulate_dtype(made.dtype), copy=view)
+            else:
+                buffers[name] = made
                 if view:
-                    views.add(exchange.target.buffer)
+                    views.add(name)
         made_here = {name: value for name, value in fresh if value is not None}
-        _note_peak(buffers, views, made_here)
+        _note_peak(buffers, views, made_here, arrived)
+        for name, value in addends:
+            buffers[name].add_(value)
         for name, value in made_here.items():
             buffers[name] = value.add_(buffers[name]) if name in buffers else value
         for name in [name for name in buffers if program.last_use.get(name, -1) <= number]:
@@ -283,10 +297,12 @@ def run(
     return {operand: buffers[held.buffer] for operand, held in program.outputs.items()}
 
 
-def _note_peak(buffers: Mapping[str, Tensor], views: set[str], fresh: Mapping[str, Tensor]) -> None:
+def _note_peak(
+    buffers: Mapping[str, Tensor], views: set[str], fresh: Mapping[str, Tensor], arrived: int
+) -> None:
     if _recording:
         traffic = _recording[-1]
-        held = sum(t.numel() for name, t in buffers.items() if name not in views)
+        held = arrived + sum(t.numel() for name, t in buffers.items() if name not in views)
         held += sum(t.numel() for t in fresh.values())
         traffic.peak_elements = max(traffic.peak_elements, held)
 

@@ -11,7 +11,8 @@ How results get home, by comparing layouts of one step with the next:
 
 - the block stays: products are added up where they are;
 - it changes, and the method has rings: the sum so far moves to the next rank and is added to there;
-- it changes, and the method has none: the finished partial sums go to whom they belong to and are added there.
+- it changes, and the method has none: the finished partial sums go to whom they belong to and are added there, all
+  of a block's at once, or one step after another.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
 from tpkernels.grids.features import features_needed, features_partial
-from tpkernels.grids.layout import Layout, Message, messages, sent_elements
+from tpkernels.grids.layout import Block, Layout, Message, messages, sent_elements
 from tpkernels.grids.method import Method, Pass, Sizes
-from tpkernels.grids.spans import Span, Terms, common, united
+from tpkernels.grids.spans import Terms, common, united, within
 
 __all__ = ["ColumnSum", "Exchange", "Held", "Product", "Program", "Step", "backward", "forward"]
 
@@ -38,12 +39,15 @@ class Held(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """Brings the matrix from ``source`` to ``target``. ``result``: it is a sum under way, in accumulators."""
+    """Brings the matrix from ``source`` to ``target``. ``result``: it is a sum under way, in accumulators. ``adds``:
+    ``target`` has other parts of the sum, or will have: this one, which its layout's terms tell, is added to them.
+    """
 
     operand: str
     source: Held
     target: Held
     result: bool = False
+    adds: bool = False
 
     @property
     def messages(self) -> tuple[Message, ...]:
@@ -258,7 +262,7 @@ class _Result:
         self.rings = method.rings
         self.path: Sequence[Layout] = (*method.sums.get(self.name, ()), method.home(self.name))
         self.now: Held | None = None  # sums so far; its terms are what they have
-        self.served: set[int] = set()  # positions that have got their block of the first layout of the path
+        self.sent: list[Layout] = []  # of what went to the first layout of the path
         self.made = 0
 
     def place(self, partial: Layout) -> Held:
@@ -280,6 +284,11 @@ class _Result:
     def finish(self) -> Held:
         """Sends what is still to be sent, and returns where the result is, at home."""
         held = self._deliver()
+        if self.sent:
+            for position, block in enumerate(held.layout.blocks):
+                parts = [sent.blocks[position] for sent in self.sent]
+                have = united(span for part in parts if part is not None for span in part.terms)
+                assert block is None or have == block.terms, "addends are missing"
         for hop, layout in enumerate(self.path[1:], 1):
             final = Held(self._name(hop), layout)
             self._exchange(self.builder.next + hop, held, final)
@@ -293,17 +302,15 @@ class _Result:
         source, self.now = self.now, None
         if source.layout.blocks == first.blocks:
             return source
-        met = _met(source.layout, first)
-        blocks = tuple(block if block is not None and block[:2] in met else None for block in first.blocks)
-        reached = {position for position, block in enumerate(blocks) if block is not None}
-        assert not reached & self.served, "a block of the result came twice"
-        self.served |= reached
-        final = Held(self._name(0), Layout(first.grid, blocks))
-        self._exchange(self.builder.next, source, final)
+        final = Held(self._name(0), _addends(source.layout, first))
+        adds = final.layout.blocks != first.blocks
+        if adds:
+            self.sent.append(final.layout)
+        self._exchange(self.builder.next, source, final, adds)
         return Held(final.buffer, first)
 
-    def _exchange(self, number: int, source: Held, target: Held) -> None:
-        self.builder.exchanges[number].append(Exchange(self.name, source, target, result=True))
+    def _exchange(self, number: int, source: Held, target: Held, adds: bool = False) -> None:
+        self.builder.exchanges[number].append(Exchange(self.name, source, target, result=True, adds=adds))
 
     def _name(self, hop: int) -> str:
         return self.name if hop == len(self.path) - 1 else f"{self.name}/{hop}"
@@ -312,13 +319,21 @@ class _Result:
         return Held(f"{self.name}+{self.made - 1}", layout)
 
 
-def _met(source: Layout, target: Layout) -> set[tuple[Span, Span]]:
-    """Rectangles of ``target`` of which ``source`` has something."""
-    return {
-        (rows, columns)
-        for rows, columns in target.holders
-        if any(common(rows, r) and common(columns, c) for r, c in source.holders)
-    }
+def _addends(source: Layout, target: Layout) -> Layout:
+    """``target`` with the parts of its sums that ``source`` has."""
+
+    def block(wanted: Block) -> Block | None:
+        holders = source.holders.get((wanted.rows, wanted.columns)) or [
+            holder
+            for (rows, columns), several in source.holders.items()
+            if common(rows, wanted.rows) and common(columns, wanted.columns)
+            for holder in several
+        ]
+        there = {_terms(source, holder) for holder in holders if within(_terms(source, holder), wanted.terms)}
+        terms = united(span for some in there for span in some)
+        return wanted._replace(terms=terms) if terms else None
+
+    return Layout(target.grid, tuple(b and block(b) for b in target.blocks))
 
 
 def _terms(layout: Layout, position: int) -> Terms:

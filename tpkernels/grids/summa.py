@@ -8,13 +8,15 @@ With q x q ranks at each of d depths, the rank (r, c, p) has
 
 and multiplies x[r, s] with w[s, c] for every s of q, one a step, in all three passes:
 
-    FORWARD       x from (r, s), w from (s, c); Y stays           s = r + c + step
-    INPUT_GRAD    w from (s, c); the sum over row r is dX of (r, s)            s = r + step
-    WEIGHT_GRAD   x from (r, s); the sum over column c is dW of (s, c), and then over depths    s = c + step
+    FORWARD       x from (r, s), w from (s, c); Y stays
+    INPUT_GRAD    w from (s, c); dX of (r, s) is the sum over row r
+    WEIGHT_GRAD   x from (r, s); dW of (s, c) is the sum over column c, and then over depths
 
-The papers have s = step, where one rank of each line sends its block to all the others, whose links idle. Here every
-line begins at another s, so that at each step a rank sends one block and gets one: as many in all, and no broadcast.
-Sums are of one s in a whole line, and have to be.
+with s = r + c + step. The papers have s = step, where one rank of each line sends its block to all the others, or gets
+the addends of all, while the other links idle. Here all ranks of a line are at another s, so that at each step a rank
+sends one block of each operand, or one addend, and gets one: as many in all, and no broadcast or reduction. With
+q = 2 the gradients have s = r + step and s = c + step: a line has one addend to send in any case, and its operand then
+moves in one step for all.
 
 Without the last sum each depth would have the gradient of its own rows. It is made as an all-reduce is: every depth
 sums a slice, then gathers the others.
@@ -46,8 +48,10 @@ def summa(grid: Grid) -> Method:
 
     def work(kind: Pass, at: Coordinates, step: int) -> Work:
         row, column = at[:2]
-        first = {Pass.FORWARD: row + column, Pass.INPUT_GRAD: row, Pass.WEIGHT_GRAD: column}[kind]
-        return Work(rows(at), part((first + step) % q, q), part(column, q))
+        first = row + column
+        if q == 2:
+            first = {Pass.FORWARD: first, Pass.INPUT_GRAD: row, Pass.WEIGHT_GRAD: column}[kind]
+        return Work(rows(at), part(first + step, q), part(column, q))
 
     def tokens(*at: int) -> tuple[Span, Span]:
         return rows(at), part(at[1], q)

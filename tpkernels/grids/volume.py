@@ -28,7 +28,7 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from tpkernels.grids.method import Method, Sizes
-from tpkernels.grids.program import Program
+from tpkernels.grids.program import Exchange, Program
 
 __all__ = ["Memory", "at_rest", "formula", "peak"]
 
@@ -140,9 +140,19 @@ def peak(program: Program, sizes: Sizes, position: int) -> Memory:
         }
         for name in {e.target.buffer for e in step.exchanges} & {w.into for w in step.work}:
             alive[f"{name}, arriving"] = own[name][1]  # and added when product and message are there
+        for exchange in step.exchanges:
+            name = exchange.target.buffer
+            if exchange.adds and own[name][0] < number and not _has_it(exchange, position):
+                alive[f"{name}, arriving"] = own[name][1]
         if sum(alive.values()) > best.elements:
             best = Memory(sum(alive.values()), number, alive)
     return best
+
+
+def _has_it(exchange: Exchange, position: int) -> bool:
+    """Whether all that the rank gets is a block of its own."""
+    given = [m for m in exchange.messages if m.target == position]
+    return len(given) == 1 and given[0].source == position
 
 
 def _buffers(program: Program, sizes: Sizes, position: int) -> dict[str, tuple[int, int]]:
@@ -152,9 +162,8 @@ def _buffers(program: Program, sizes: Sizes, position: int) -> dict[str, tuple[i
     for number, step in enumerate(program.steps):
         for exchange in step.exchanges:
             block = exchange.target.layout.blocks[position]
-            if block is not None:
-                given = [m for m in exchange.messages if m.target == position]
-                seen = len(given) == 1 and given[0].source == position
+            if block is not None and not (exchange.adds and exchange.target.buffer in found):
+                seen = _has_it(exchange, position) and not exchange.adds
                 rows, columns = (0, 0) if seen else block.shape(*sizes.of(exchange.operand))
                 found[exchange.target.buffer] = number, rows * columns
         for work in step.work:
