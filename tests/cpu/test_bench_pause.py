@@ -40,7 +40,8 @@ class FakeGroup:
 
 
 def test_steps_are_enqueued_behind_a_pause(monkeypatch):
-    fake = FakeGroup(monkeypatch, world=2, slowest=70_000_000)
+    slowest = 200_000_000  # longer than this rank's own pause can be, however busy the machine is
+    fake = FakeGroup(monkeypatch, world=2, slowest=slowest)
     profile("nsys", fake.run, steps=2, out=None, rank=0, group="group")  # type: ignore[arg-type]
     at = fake.calls.index("start")
     assert fake.calls[:at] == ["run", "barrier"]
@@ -50,7 +51,7 @@ def test_steps_are_enqueued_behind_a_pause(monkeypatch):
         "run",  # to see how long the host needs
         "all_reduce",  # for the slowest rank
         "barrier",
-        ("sleep", 70_000_000),
+        ("sleep", slowest),
         "all_reduce",
         ("sleep", capture._MARK_CYCLES),
         "run",
