@@ -284,7 +284,7 @@ class _Result:
     def finish(self) -> Held:
         """Sends what is still to be sent, and returns where the result is, at home."""
         held = self._deliver()
-        if self.sent:
+        if self.sent:  # each addend once
             for position, block in enumerate(held.layout.blocks):
                 parts = [sent.blocks[position] for sent in self.sent]
                 have = united(span for part in parts if part is not None for span in part.terms)
@@ -303,9 +303,9 @@ class _Result:
         if source.layout.blocks == first.blocks:
             return source
         final = Held(self._name(0), _addends(source.layout, first))
-        adds = final.layout.blocks != first.blocks
-        if adds:
-            self.sent.append(final.layout)
+        self.sent.append(final.layout)
+        pairs = zip(final.layout.blocks, first.blocks, strict=True)
+        adds = any(sent is not None and sent != whole for sent, whole in pairs)
         self._exchange(self.builder.next, source, final, adds)
         return Held(final.buffer, first)
 
