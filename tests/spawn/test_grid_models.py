@@ -10,9 +10,7 @@ import pytest
 import torch
 from grid_models import KINDS, Kind
 from pages import snippets
-from torch.nn import functional as F
 
-from tpkernels.nn import grids
 from tpkernels.testing import RankContext, RankPool
 
 
@@ -46,20 +44,14 @@ def test_refusals(many_ranks: RankPool) -> None:
 
 def run_snippets(ctx: RankContext, parts: list[str], folder: str) -> None:
     torch.manual_seed(0)
-    names: dict[str, Any] = {"group": ctx.group, "folder": folder, "act": F.gelu, "grids": grids}
-    names["batch"] = torch.randn(8, 1024)
+    names: dict[str, Any] = {"group": ctx.group, "folder": folder, "batch": torch.randn(8, 1024)}
     for part in parts:
-        if "swapped" in part:
-            on = grids.GridStrategy("3d", group=ctx.group)
-            names["x"] = grids.take_block(names["batch"], on.layout, on.grid.position)
         exec(compile(part, "grids.md", "exec"), names)
     assert names["y"].shape[0] in (2, 4)
 
 
 def test_the_page(many_ranks: RankPool, tmp_path: Path) -> None:
-    """docs/grids.md: its snippets run as they are, on 4 ranks, those of 3-D on 8."""
+    """docs/grids.md: its snippets run as they are, on 4 ranks."""
     code = snippets("grids.md")
-    three_d = [part for part in code if "Linear3D" in part]
-    assert len(code) == 4 and len(three_d) == 1
-    many_ranks.run(run_snippets, [part for part in code if part not in three_d], str(tmp_path), world=4)
-    many_ranks.run(run_snippets, three_d, str(tmp_path), world=8)
+    assert len(code) == 3
+    many_ranks.run(run_snippets, code, str(tmp_path), world=4)
