@@ -26,6 +26,7 @@ from tpkernels.grids import (
     summa,
     three_d,
     whole,
+    with_replicas,
 )
 from tpkernels.grids.layout import Block
 from tpkernels.grids.method import dimensions
@@ -77,6 +78,8 @@ GRIDS = [
     grid_3d(27),
     grid_spatial_temporal(1),
     grid_spatial_temporal(64),
+    with_replicas(grid_2p5d(12, 3), 2),
+    with_replicas(with_replicas(grid_spatial_temporal(4), 2), 3),
 ]
 
 
@@ -96,6 +99,12 @@ def test_bits_are_taken_alternately() -> None:
     grid = grid_spatial_temporal(16)
     assert grid.coordinates[:4] == ((0, 0), (0, 1), (1, 0), (1, 1))
     assert grid.coordinates[0b1101] == (0b10, 0b11)
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_copies_are_outermost(grid: Grid) -> None:
+    copies = with_replicas(grid, 3)
+    assert copies.coordinates == tuple((copy, *at) for copy in range(3) for at in grid.coordinates)
 
 
 @pytest.mark.parametrize(

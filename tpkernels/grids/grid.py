@@ -31,12 +31,15 @@ Coordinates = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Grid:
-    """``shape[a]`` ranks along axis ``axes[a]``; ``interleaved``: the coordinates of the last two axes are alternate
-    bits of the position among them."""
+    """``shape[a]`` ranks along axis ``axes[a]``.
+
+    digits: how positions count, the slowest digit first: the number of its axis, and how many values it has. The
+        digits of an axis together are its coordinate. Empty: one digit for each axis, in their order.
+    """
 
     axes: tuple[str, ...]
     shape: tuple[int, ...]
-    interleaved: bool = False
+    digits: tuple[tuple[int, int], ...] = ()
 
     @cached_property
     def world(self) -> int:
@@ -61,20 +64,12 @@ class Grid:
         return sum(x != y for x, y in zip(self.coordinates[a], self.coordinates[b], strict=True))
 
     def _coordinates_of(self, position: int) -> Coordinates:
-        found = []
-        shape = self.shape
-        if self.interleaved:
-            position, inside = divmod(position, shape[-1] * shape[-2])
-            row = column = 0
-            for bit in range(shape[-1].bit_length() - 1):
-                row |= (inside >> (2 * bit + 1) & 1) << bit
-                column |= (inside >> (2 * bit) & 1) << bit
-            found += [column, row]
-            shape = shape[:-2]
-        for size in reversed(shape):
-            position, coordinate = divmod(position, size)
-            found.append(coordinate)
-        return tuple(reversed(found))
+        found, weights = [0] * len(self.axes), [1] * len(self.axes)
+        for axis, size in reversed(self.digits or tuple(enumerate(self.shape))):
+            position, digit = divmod(position, size)
+            found[axis] += digit * weights[axis]
+            weights[axis] *= size
+        return tuple(found)
 
     def __str__(self) -> str:
         return " x ".join(map(str, self.shape))
@@ -149,7 +144,7 @@ def grid_spatial_temporal(world: int) -> Grid:
             f"group: the spatial-temporal primitive has 2^k x 2^k ranks, a power of 4, but the group has {world}; make "
             f"a group of {4**k} or {4 ** (k + 1)} ranks{_other_grids(world)}."
         )
-    return Grid(("row", "column"), (2**k, 2**k), interleaved=True)
+    return Grid(("row", "column"), (2**k, 2**k), ((0, 2), (1, 2)) * k)
 
 
 def with_replicas(grid: Grid, replicas: int) -> Grid:
@@ -160,7 +155,8 @@ def with_replicas(grid: Grid, replicas: int) -> Grid:
     """
     if replicas < 1:
         raise GroupError(f"replicas: a grid needs at least 1 copy, but it is {replicas}.")
-    return Grid(("data", *grid.axes), (replicas, *grid.shape), grid.interleaved)
+    digits = tuple((axis + 1, size) for axis, size in grid.digits)
+    return Grid(("data", *grid.axes), (replicas, *grid.shape), ((0, replicas), *digits) if digits else ())
 
 
 def _across(world: int, depth: int) -> int:

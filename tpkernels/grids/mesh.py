@@ -90,7 +90,8 @@ def _of_mesh(make: Callable[[int], Grid], mesh: DeviceMesh) -> ProcessGrid:
     info = resolve(name)
     of_group = dist.get_process_group_ranks(info.process_group)
     members = tuple(of_group.index(rank) for rank in ranks)
-    return ProcessGrid(replace(grid, interleaved=False), name, members.index(info.rank), members)
+    # The mesh's own order, row by row, in place of the grid's.
+    return ProcessGrid(replace(grid, digits=()), name, members.index(info.rank), members)
 
 
 def _group_of(mesh: DeviceMesh, ranks: Sequence[int]) -> str:
