@@ -4,12 +4,13 @@ it; run make_grids.py. A formula that does not give what is counted ends the scr
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 from fractions import Fraction
 
 from grid_costs import WORLDS, Row, mlp, predicted_ms, products_ms, rows, ways
 from grid_counts import BUFFERS, EXAMPLES, FORMULAS, TOKENS, counted, letters, peaks, value
 
-from tpkernels.grids import at_rest, data_parallel, grid_2d, summa
+from tpkernels.grids import at_rest, summa
 
 
 def received_table(name: str) -> str:
@@ -118,20 +119,18 @@ def predicted(kind: str) -> str:
     return "\n".join(lines)
 
 
-def outermost() -> str:
-    """2.5-D, predicted, as its ranks are counted, and with the depths outermost: copies of 2-D, which have the same
-    blocks and bytes."""
-    heads = ["ranks", "grid", "tokens", "depth fastest", "depths outermost"]
+def orders() -> str:
+    """2.5-D, predicted, as the ranks of a group are counted, and in the order of a plain mesh."""
+    heads = ["ranks", "grid", "tokens", "depths outermost", "depth fastest"]
     lines = [f"| {' | '.join(heads)} |", "|" + " --- |" * len(heads)]
     for world in WORLDS:
         for row in rows(world):
             if _kind(row.name) != "2.5-D" or row.layers[0].grid.shape[0] == 1:
                 continue
             grid = row.layers[0].grid
-            side, depth = grid.shape[1:]
-            copies = data_parallel(summa(grid_2d(side * side)), depth)
+            mesh = summa(replace(grid, digits=()))
             for tokens in (2048, TOKENS, 131072):
-                ms = [predicted_ms(r, tokens, False) for r in (row, Row("copies", (copies, copies)))]
+                ms = [predicted_ms(r, tokens, False) for r in (row, Row("mesh", (mesh, mesh)))]
                 lines.append(f"| {world} | {grid} | {tokens:,} | {ms[0]:.1f} | {ms[1]:.1f} |")
     return "\n".join(lines)
 

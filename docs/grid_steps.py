@@ -13,7 +13,7 @@ from tpkernels.grids.method import dimensions
 from tpkernels.grids.program import Exchange, Held, Product, Program
 
 # Whom each table follows.
-RANKS = {"1d_column": 1, "1d_row": 1, "2d": 5, "2p5d": 3, "3d": 3, "spatial_temporal": 9}
+RANKS = {"1d_column": 1, "1d_row": 1, "2d": 5, "2p5d": 5, "3d": 3, "spatial_temporal": 9}
 
 
 class Names:

@@ -16,7 +16,7 @@ from pathlib import Path
 from draw_grids import METHODS, captions, picture
 from grid_calls import CALLS, errors, printed
 from grid_costs import table, times
-from grid_page_costs import beside, memory_table, outermost, predicted, received_table
+from grid_page_costs import beside, memory_table, orders, predicted, received_table
 from grid_steps import at_rest
 from grid_steps import table as steps
 
@@ -49,7 +49,7 @@ def made(page: str) -> dict[str, str]:
             found["printed"] = f"```\n{printed(name)}\n```"
             found["errors"] = f"```\n{errors(name)}\n```"
     if kind == "2.5-D":
-        found["outermost"] = outermost()
+        found["orders"] = orders()
     return found
 
 

@@ -101,6 +101,13 @@ def test_bits_are_taken_alternately() -> None:
     assert grid.coordinates[0b1101] == (0b10, 0b11)
 
 
+def test_depths_are_outermost() -> None:
+    """The ranks of a depth follow one another, row by row."""
+    grid = grid_2p5d(12, 3)
+    assert grid.coordinates[:5] == ((0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 1, 0), (0, 0, 1))
+    assert grid.position(1, 0, 2) == 10 and str(grid) == "2 x 2 x 3"
+
+
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_copies_are_outermost(grid: Grid) -> None:
     copies = with_replicas(grid, 3)

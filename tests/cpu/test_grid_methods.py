@@ -119,23 +119,20 @@ def data_copies(kind: str) -> int:
 @pytest.mark.parametrize("q", range(1, 5))
 @pytest.mark.parametrize("depth", [2, 3])
 def test_a_depth_is_data_parallelism(q: int, depth: int) -> None:
-    """2.5-D and copies of 2-D: the same blocks, steps and bytes, on ranks that are numbered otherwise."""
+    """2.5-D and copies of 2-D: the same blocks, products and messages on the same ranks."""
     deep, copies = summa(grid_2p5d(depth * q * q, depth)), data_parallel(summa(grid_2d(q * q)), depth)
-    stands = [(at[1], at[2], at[0]) for at in copies.grid.coordinates]
-    there = [deep.grid.position(*at) for at in stands]
+    assert deep.grid.coordinates == tuple(
+        (row, column, copy) for copy, row, column in copies.grid.coordinates
+    )
     for operand, layout in copies.homes.items():
-        blocks = [deep.home(operand).blocks[p] for p in there]
-        if operand != "B":  # which is cut over all ranks in their order
-            assert list(layout.blocks) == blocks, operand
+        assert layout.blocks == deep.home(operand).blocks, operand
     for each in Pass:
         for step in range(q):
-            assert [copies.work(each, at, step) for at in copies.grid.coordinates] == [
-                deep.work(each, at, step) for at in stands
-            ]
+            assert copies.spans(each, step) == deep.spans(each, step)
     sizes = Sizes(*(6 * n for n in copies.cuts))
     assert formula(copies, sizes) == formula(deep, sizes)
     for one, other in ((forward(copies), forward(deep)), (backward(copies), backward(deep))):
-        assert one.sent_elements(sizes) == other.sent_elements(sizes)
+        assert [e.messages for e in one.exchanges] == [e.messages for e in other.exchanges]
         assert len(one.steps) == len(other.steps)
 
 

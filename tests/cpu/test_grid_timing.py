@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -135,9 +136,22 @@ def test_copies_cost_what_one_does_and_the_sum_of_gradients(replicas: int) -> No
         )
 
 
+def test_heavy_traffic_of_2p5d_stays_in_a_host() -> None:
+    """Depths in hosts of their own: only the sum of dW over depths crosses, as between copies of 2-D."""
+    method, copies = summa(grid_2p5d(16, 4)), data_parallel(summa(grid_2d(4)), 4)
+    cluster = Cluster(1000.0, (Level("NVLink", 4, 100.0, 2.0), Level("network", 16, 10.0, 5.0)))
+    for make in (forward, backward):
+        program = make(method)
+        for exchange in program.exchanges:
+            levels = {cluster.level_of(m.source, m.target) for m in exchange.messages if m.source != m.target}
+            assert levels == ({1} if exchange.source.buffer.startswith("dW/") else {0})
+        assert predict(method, program, SIZES, cluster) == predict(copies, make(copies), SIZES, cluster)
+
+
 def test_a_gathered_sum_crosses_once_too() -> None:
-    """2.5-D's dW: depths in hosts of their own; the second half of the all-reduce copies, and adds nothing."""
-    method = summa(grid_2p5d(16, 4))
+    """2.5-D's dW where a host has two of a place's four depths, as in a mesh of 2 x 2 x 4; the second half of the
+    all-reduce copies, and adds nothing."""
+    method = summa(replace(grid_2p5d(16, 4), digits=()))
     halves = [e for e in backward(method).exchanges if e.source.buffer.startswith("dW/")]
     cluster = Cluster(1000.0, (Level("NVLink", 2, 100.0, 2.0), Level("network", 16, 10.0, 5.0)))
     for exchange in halves:

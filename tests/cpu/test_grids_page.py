@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tpkernels.grids import Pass, backward, formula, forward
+from tpkernels.grids import Pass, backward, formula, forward, grid_2p5d
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 REMAKE = "it is old; run: PYTHONPATH=. python docs/make_grids.py"
@@ -231,13 +231,23 @@ def test_what_is_said_of_2p5d(docs: Any, gb: Any, ms: Any) -> None:
     for world, names in slow.items():
         assert least(gb, world, MANY) == "2.5-D"
         for tokens in (FEW, SOME):
-            assert max(names, key=lambda name: ms[world, name, tokens]) == "2.5-D"
-    rows = re.findall(
-        r"^\| 16 \| \S+ x \S+ x 4 \| ([\d,]+) \| \S+ \| (\S+) \|", docs("grid_page_costs").outermost(), re.M
+            slowest = max(names, key=lambda name: ms[world, name, tokens]) == "2.5-D"
+            assert slowest == (world != 16)
+    for tokens in (FEW, SOME):
+        assert ms[16, LINE, tokens] < ms[16, "2.5-D", tokens] < min(ms[16, n, tokens] for n in ("2-D", RING))
+
+
+def test_what_is_said_of_orders_of_ranks(docs: Any) -> None:
+    found = re.findall(
+        r"^\| (\d+) \| [\dx ]+ \| ([\d,]+) \| (\S+) \| (\S+) \|", docs("grid_page_costs").orders(), re.M
     )
-    assert len(rows) == 3
-    for tokens, outermost in rows[:2]:
-        assert float(outermost) < ms[16, "2-D", int(tokens.replace(",", ""))]
+    behind = {
+        (world, tokens) for world, tokens, outermost, fastest in found if float(outermost) > float(fastest)
+    }
+    assert len(found) == 9 and behind == {("64", "2,048")}
+    for q, depth in ((2, 4), (4, 4), (3, 2)):
+        said = tuple((n // q % q, n % q, n // q**2) for n in range(q * q * depth))
+        assert grid_2p5d(q * q * depth, depth).coordinates == said
 
 
 def test_what_is_said_of_3d(docs: Any, gb: Any, ms: Any) -> None:

@@ -140,6 +140,9 @@ def test_placements_are_there_once() -> None:
     assert sum("sequence parallel" in text for text in outer) + ("8 copies" in outer) == 1
     assert Strategy("2d", 4, 2).inner.same(Strategy("1d", 2, 4).inner)
     assert not Strategy("2d", 4, 2).inner.same(Strategy("1d", 4, 2).inner)
+    for copies in (1, 2):  # depths lie as copies do
+        deep, many = Strategy("2.5d", 8, copies, 2), Strategy("2d", 4, 2 * copies)
+        assert deep.outer.same(many.outer) and deep.inner.same(many.inner)
 
 
 @pytest.mark.parametrize("levels", [FLAT, LATENT, THREE], ids=["flat", "latent", "three"])

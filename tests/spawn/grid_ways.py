@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from grid_checks import F64, Case, close, make, placed, problem, total
+from grid_checks import F64, Case, close, dense, make, placed, problem, total
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
@@ -107,6 +107,7 @@ def check_meshes(ctx: RankContext, seed: int) -> None:
         p.my_x, p.layer.input_layout, plain.input_layout, p.layer.process_grid, target_grid=plain.process_grid
     )
     assert torch.equal(moved, plain.local_input(p.x))
+    _check_meshes_of_depths(ctx, seed, order.view(2, 2, 4))
     mesh = DeviceMesh("cpu", torch.arange(16).view(2, 2, 2, 2), mesh_dim_names=("data", "a", "b", "c"))
     cube = mesh["a", "b", "c"]
     p = problem(_on(ctx, cube), Case(8, "Linear3D"), seed + ctx.rank // 8)
@@ -116,6 +117,23 @@ def check_meshes(ctx: RankContext, seed: int) -> None:
     with pytest.raises(GroupError, match="got one of 2 x 2 x 2"):
         grids.Linear2p5D(16, 16, depth=8, group=p.layer.process_grid)
     assert grids.Linear3D(16, 16, group=p.layer.process_grid).process_grid is p.layer.process_grid
+
+
+def _check_meshes_of_depths(ctx: RankContext, seed: int, order: Tensor) -> None:
+    """2 x 2 x 4: a mesh has its own order, a group has the depth outermost."""
+    in_order = torch.arange(16)
+    for ranks in (in_order.view(2, 2, 4), order, in_order.view(4, 2, 2).permute(1, 2, 0)):
+        p = problem(_on(ctx, DeviceMesh("cpu", ranks)), Case(16, "Linear2p5D", (("depth", 4),)), seed)
+        assert ranks[p.layer.process_grid.coordinates] == ctx.rank
+        want, x = dense(p), p.my_x.requires_grad_()
+        y = p.layer(x)
+        y.backward(p.mine(p.dy))
+        close(y, p.mine(want.y), "y")
+        close(x.grad, p.mine(want.dx, "X"), "x.grad")
+        close(p.layer.weight.grad, placed(p.layer.weight, want.dw), "weight.grad")
+    flat = grids.Linear2p5D(p.sizes.k, p.sizes.n, depth=4, group=ctx.group)
+    assert flat.process_grid.coordinates == p.layer.process_grid.coordinates
+    assert torch.equal(flat.local_input(p.x), p.my_x)
 
 
 def _on(ctx: RankContext, mesh: DeviceMesh) -> Any:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import DeviceMesh
 
 from tpkernels import nn as tnn
 from tpkernels.errors import ArgumentError
@@ -21,6 +22,7 @@ HIDDEN, INNER, VOCAB = 16, 48, 32
 WAYS = {
     "2d": (4, {"method": "2d"}),
     "2.5d": (8, {"method": "2.5d", "depth": 2}),
+    "2.5d, depth fastest": (16, {"method": "2.5d", "depth": 4, "mesh": (2, 2, 4)}),
     "3d": (8, {"method": "3d"}),
     "spatial_temporal": (16, {"method": "spatial_temporal"}),
     "1-D": (3, {}),
@@ -41,7 +43,9 @@ def dense() -> Model:
 
 
 def sharded(ctx: RankContext, way: str) -> Model:
-    options = WAYS[way][1]
+    options = {"group": ctx.group, **WAYS[way][1]}
+    if mesh := options.pop("mesh", None):
+        options["group"] = DeviceMesh("cpu", torch.arange(ctx.world).view(mesh))
     if way == "1-D":
         return Model(
             tnn.VocabParallelEmbedding(VOCAB, HIDDEN, group=ctx.group),
@@ -49,7 +53,7 @@ def sharded(ctx: RankContext, way: str) -> Model:
             tnn.ColumnParallelLinear(HIDDEN, INNER, group=ctx.group),
             tnn.RowParallelLinear(INNER, HIDDEN, group=ctx.group),
         )
-    on = grids.GridStrategy(**options, group=ctx.group)
+    on = grids.GridStrategy(**options)
     where = {"layout": on.layout, "grid": on.grid}
     return Model(
         grids.Embedding(VOCAB, HIDDEN, **where),

@@ -5,7 +5,7 @@ method makes of those rows, summed over the copies behind it as an all-reduce is
 gathers the others.
 
 The copies' ranks are consecutive, so where a copy fits into a host all its exchanges stay there. ``summa`` with a depth
-is the same with the copies beside one another: equal blocks, equal bytes, other ranks.
+is the same as copies of it without: equal blocks and messages on the same ranks of a group.
 """
 
 from __future__ import annotations

@@ -11,9 +11,10 @@ processes; ``tpkernels.grids.mesh`` binds one to a group.
     grid_spatial_temporal    row, column              4^k      PrimePar's P_{2^k x 2^k}
     with_replicas            data, and another's      d n      copies of a grid, for data parallelism
 
-Positions count row by row, the last axis fastest, as in a DeviceMesh. Those of ``grid_spatial_temporal`` take the
-bits of a rank alternately, the first for the row (PrimePar, section 3): ranks 0 to 3, often on one host, are a 2 x
-2 corner.
+Positions count row by row, the last axis fastest, as in a DeviceMesh. Two grids count otherwise, so that what moves
+most stays in a host: ``grid_2p5d`` has the depth slowest, since between depths only the weight's gradient is summed;
+``grid_spatial_temporal`` takes the bits of a rank alternately, the first for the row (PrimePar, section 3): ranks 0 to
+3 are a 2 x 2 corner.
 """
 
 from __future__ import annotations
@@ -98,7 +99,8 @@ def grid_2d(world: int) -> Grid:
 
 
 def grid_2p5d(world: int, depth: int) -> Grid:
-    """q x q ranks at each of ``depth`` depths. The paper has depth <= q, which nothing here needs.
+    """q x q ranks at each of ``depth`` depths, one depth after another. The paper has depth <= q, which nothing here
+    needs.
 
     Raises:
         GroupError: ``depth`` does not leave a square number of ranks.
@@ -112,7 +114,7 @@ def grid_2p5d(world: int, depth: int) -> Grid:
             f"for each depth; of {world} ranks these depths would fit: {would}."
         )
     q = _across(world, depth)
-    return Grid(("row", "column", "depth"), (q, q, depth))
+    return Grid(("row", "column", "depth"), (q, q, depth), ((2, depth), (0, q), (1, q)))
 
 
 def grid_3d(world: int) -> Grid:

@@ -59,9 +59,10 @@ def bind(make: Callable[[int], Grid], group: GridGroupLike = None) -> ProcessGri
 
     Args:
         make: such as ``grid_2d``.
-        group: ``ProcessGroup``, its name, ``DeviceMesh`` or None for the default group: its ranks in order. A mesh
-            of several dimensions must have the grid's shape, and its ranks stand where they stand in the mesh. A
-            ``ProcessGrid`` is taken as it is.
+        group: ``ProcessGroup``, its name, ``DeviceMesh`` or None for the default group: its ranks in the order that
+            the grid counts positions. A mesh of several dimensions must have the grid's shape, its dimensions are the
+            grid's axes, and its ranks stand where they stand in the mesh, in whatever order. A ``ProcessGrid`` is taken
+            as it is.
     Raises:
         GroupError: no such group, not a member of it, a number of ranks or a mesh that is no such grid.
     """

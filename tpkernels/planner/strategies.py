@@ -8,8 +8,11 @@
     3d                  q x q x q          three_d                      three_d, swapped
     spatial-temporal    2^k x 2^k          spatial_temporal             spatial_temporal
 
-Copies are outermost: the ranks of each are consecutive, and the batch is cut over copies first. 2.5-D has its depths
-innermost, so that it and copies of 2-D are the same blocks on other ranks.
+Copies are outermost: the ranks of each are consecutive, and the batch is cut over copies first. So are the depths of
+2.5-D: it and copies of 2-D have the same blocks of weights and activations on the same ranks. They differ in what is
+cut over all ranks of a copy (embedding, norms, biases: over depths, too); in the sum of gradients, which over depths is
+the layer's, counted message by message, and over copies a hook's, counted as a tree; and in the optimizer's states,
+which copies may share (ZeRO-1).
 
 In one dimension there may be more ranks than heads of keys and values: some ranks in a row then hold the same ones
 (``nn.SharedColumnParallelLinear``), and attention stays where they are made.

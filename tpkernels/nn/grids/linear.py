@@ -251,7 +251,8 @@ class Linear2p5D(GridLinear):
     Args:
         in_features, out_features: multiples of q.
         depth: the group has q x q x depth ranks.
-        group: such a group, taken row by row with the depth fastest, a ``DeviceMesh``, or a ``ProcessGrid``.
+        group: such a group, taken depth by depth, each row by row; a ``DeviceMesh`` of q x q x depth, in whatever
+            order of ranks; or a ``ProcessGrid``.
         options: as in ``GridLinear``.
     Shape:
         x [rows / (q depth), ..., in_features / q] -> [rows / (q depth), ..., out_features / q]; weight [out / q, in
