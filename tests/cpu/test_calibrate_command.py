@@ -90,6 +90,20 @@ def test_a_fit_that_is_no_better_is_not_kept(made_times, monkeypatch, capsys, ca
     assert constants.read("cpu") == before and not list(cache.glob("*.json"))
 
 
+def test_a_fit_of_few_samples():
+    """No sample, one that tells of one constant, and one that jumps, where slopes are wrong."""
+    start = {"a": 1.0, "b": 2.0, "zero": 0.0}
+    assert fitting.fit([], start) == start
+    one = fitting.Sample("x", 3.0, lambda cost: cost["a"], frozenset({"a"}))
+    found = fitting.fit([one], start, stay=1e-6)
+    assert found == start | {"a": pytest.approx(3, rel=1e-3)}
+    steep = fitting.Sample("x", 50.0, lambda cost: 1.0 + (cost["a"] > 1.005), None)
+    before, after = (
+        fitting.score([one, steep], cost).rms for cost in (start, fitting.fit([one, steep], start))
+    )
+    assert after <= before
+
+
 def test_calibrate_measures(monkeypatch):
     """Its rows are times of the plans that they name."""
     if not _extensions.is_loaded("_host"):

@@ -1,6 +1,7 @@
 """Constants of a cost model from measured times. Pure: ``tpk calibrate`` and ``python -m bench fit`` use it.
 
-Coordinate descent on the logarithms of all constants; what no sample tells stays as it is.
+Damped Gauss-Newton steps (Levenberg, Marquardt) in the logarithms of all constants, with slopes from differences: a
+step asks the model once for each sample and constant that matters to it. What no sample tells stays as it is.
 
 Two figures matter. *Error* is how far predicted times lie from measured ones. *Regret* is what the model's pick of
 each case costs beside the fastest variant measured: a model may be wrong about all times and still pick right.
@@ -15,12 +16,19 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
 __all__ = ["Cost", "Sample", "Score", "cross_validate", "fit", "score"]
 
 Cost = dict[str, float]
 FOLDS = 4
 _OUTLIER = 0.1  # errors beyond it count linearly: no single shape may bend the constants
 _STAY = 1.0  # a constant is held where it is as if by so many rows: few rows may not move it far
+# Of logarithms: slopes are differences over so much, and no constant moves further in a step.
+_NUDGE, _FURTHEST = 0.01, 0.5
+_STEPS, _ENOUGH = 40, 1e-4  # at most so many; the last gains less than this part of the loss
+_SOFT, _STIFF = 1e-3, 1e4  # damping of the first step, and where no shorter step is tried
 
 
 class Sample(NamedTuple):
@@ -71,37 +79,60 @@ def _score(told: Sequence[tuple[str, float, float]]) -> Score:
 def fit(samples: Sequence[Sample], start: Cost, *, stay: float = _STAY) -> Cost:
     """The constants with which the samples are told best, walking from ``start``. Deterministic.
 
-    ``stay``: how hard constants are held there.
+    ``stay``: how hard constants are held there, more than 0.
     """
-
-    def term(sample: Sample, cost: Cost) -> float:
-        e = abs(math.log(sample.predict(cost) / sample.us))
-        return e * e if e < _OUTLIER else _OUTLIER * (2 * e - _OUTLIER)
-
-    def loss(cost: Cost, terms: Sequence[float]) -> float:
-        return sum(terms) + stay * sum(math.log(cost[n] / start[n]) ** 2 for n in names)
-
     matters = {
         name: [i for i, s in enumerate(samples) if s.names is None or name in s.names]
         for name, value in start.items()
         if value > 0
     }
     names = [name for name, some in matters.items() if some]
-    best, terms, step = dict(start), [term(s, start) for s in samples], 0.15
-    least = loss(best, terms)
-    while step > 0.004:
-        improved = False
-        for name in names:
-            for factor in (math.exp(step), math.exp(-step)):
-                trial = best | {name: best[name] * factor}
-                changed = list(terms)
-                for i in matters[name]:
-                    changed[i] = term(samples[i], trial)
-                if (now := loss(trial, changed)) < least * (1 - 1e-6):
-                    best, terms, least, improved = trial, changed, now, True
-                    break
-        step = step if improved else step / 2
-    return best
+
+    def cost(x: Tensor) -> Cost:
+        return start | {name: start[name] * math.exp(by) for name, by in zip(names, x.tolist(), strict=True)}
+
+    def errors(x: Tensor, some: Sequence[int]) -> Tensor:
+        at = cost(x)
+        told = [math.log(samples[i].predict(at) / samples[i].us) for i in some]
+        return torch.tensor(told, dtype=torch.float64)
+
+    def slopes(x: Tensor, error: Tensor) -> Tensor:
+        found = torch.zeros(len(samples), len(names), dtype=torch.float64)
+        for j, nudge in enumerate(_NUDGE * torch.eye(len(names), dtype=torch.float64)):
+            some = matters[names[j]]
+            found[some, j] = (errors(x + nudge, some) - error[some]) / _NUDGE
+        return found
+
+    every = range(len(samples))
+    x = torch.zeros(len(names), dtype=torch.float64)
+    error, damping = errors(x, every), _SOFT
+    least = _loss(error, x, stay)
+    for _ in range(_STEPS if names else 0):
+        before, slope = least, slopes(x, error)
+        while least == before and damping < _STIFF:
+            trial = x + _step(slope, error, x, stay, damping)
+            then = errors(trial, every)
+            if (now := _loss(then, trial, stay)) < least:
+                x, error, least, damping = trial, then, now, damping / 4
+            else:
+                damping *= 4
+        if before - least < _ENOUGH * before:
+            break
+    return cost(x)
+
+
+def _loss(error: Tensor, x: Tensor, stay: float) -> float:
+    e = error.abs()
+    return float(torch.where(e < _OUTLIER, e * e, _OUTLIER * (2 * e - _OUTLIER)).sum() + stay * (x @ x))
+
+
+def _step(slope: Tensor, error: Tensor, x: Tensor, stay: float, damping: float) -> Tensor:
+    """To where the loss would be least if errors were straight lines, shorter with more damping."""
+    weight = (_OUTLIER / error.abs()).clamp(max=1)
+    bend = slope.T @ (weight[:, None] * slope) + stay * torch.eye(len(x), dtype=x.dtype)
+    pull = slope.T @ (weight * error) + stay * x
+    step: Tensor = torch.linalg.solve(bend + damping * bend.diag().diag(), -pull)
+    return step.clamp(-_FURTHEST, _FURTHEST)
 
 
 def cross_validate(samples: Sequence[Sample], start: Cost, *, stay: float = _STAY) -> Score:
