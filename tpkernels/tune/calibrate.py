@@ -44,6 +44,7 @@ SHAPES = {
 # Of operands, as _plans.Product names them: each has tiles of its own.
 DTYPES = {"sm90": ("bfloat16",), "cpu": ("float32",), "portable": ("bfloat16", "tf32", "float32", "float64")}
 _FAR = 2.5  # times the cheapest prediction: plans slower than that tell of nothing that is ever chosen
+FITS = 1 + fitting.FOLDS  # to all that was timed, and to three quarters of the products each
 _STAY = 0.02  # constants of another machine may be far away
 _ROUNDS = 5
 _LOOKED_AT, _MORE_WHOLE = 200, 16  # whole tiles beside the cheapest: of so many so many are timed
@@ -71,11 +72,12 @@ def calibrate(
     *,
     portable: bool = False,
     shapes: tuple[tuple[int, int, int], ...] | None = None,
-    measured: Callable[[str], None] = lambda shape: None,
+    done: Callable[[str], None] = lambda what: None,
 ) -> Calibration:
     """Times products on a device and fits the constants of its kernel's cost model. Changes nothing.
 
-    ``portable``: of the portable CUDA kernel, also on Hopper. ``measured`` is told of every product when it is done.
+    ``portable``: of the portable CUDA kernel, also on Hopper. ``done`` is told of every product that was timed, then of
+    ``FITS`` fits.
 
     Raises:
         ArgumentError: ``portable`` where there is no such kernel.
@@ -86,11 +88,17 @@ def calibrate(
     samples: list[Sample] = []
     for size, dtype in products(kind, shapes):
         samples += sample(size, kind, device, dtype)
-        measured("x".join(map(str, size)) + (f" {dtype}" if kind in constants.PORTABLE else ""))
+        done("x".join(map(str, size)) + (f" {dtype}" if kind in constants.PORTABLE else ""))
     was = constants.read(kind)
     start = _shipped(kind)
     fitted = fitting.fit(samples, start, stay=_STAY)
-    left_out = fitting.cross_validate(samples, start, stay=_STAY)
+    done(f"fitted to {len(samples)} plans")
+    left_out = fitting.cross_validate(
+        samples,
+        start,
+        stay=_STAY,
+        fitted=lambda fold: done(f"fitted to three quarters of the products, {fold + 1} of {fitting.FOLDS}"),
+    )
     return Calibration(
         kind, len(samples), fitting.score(samples, was), fitting.score(samples, fitted), left_out, fitted, was
     )

@@ -187,9 +187,10 @@ def _calibrate(given: argparse.Namespace) -> None:
         raise ArgumentError(f"--kernel: expected portable, or to leave it out, got {given.kernel!r}.")
     portable = given.kernel == "portable"
     todo = calibrate.products(calibrate.kind_of(device, portable=portable))
-    print(f"{len(todo)} products by several plans each, on {local.store_of(device).stamp['device']}")
-    with show.Progress("timing", len(todo), bar=not given.plain) as progress:
-        found = calibrate.calibrate(device, portable=portable, measured=progress.step)
+    name = local.store_of(device).stamp["device"]
+    print(f"{len(todo)} products by several plans each, on {name}, and {calibrate.FITS} fits to their times")
+    with show.Progress("calibrating", len(todo) + calibrate.FITS, bar=not given.plain) as progress:
+        found = calibrate.calibrate(device, portable=portable, done=progress.step)
     print()
     rows = [
         [name, f"{score.median:.1%}", f"{score.p90:.1%}", f"{score.regret:.3f}", f"{score.worst:.3f}"]
