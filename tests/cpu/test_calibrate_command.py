@@ -146,6 +146,21 @@ def test_a_fit_of_few_samples():
     assert after <= before
 
 
+@pytest.mark.parametrize("options", [[], ["--dry-run"]])
+def test_interrupted(made_times, monkeypatch, capsys, cache, options):
+    """Also while it fits: nothing is kept, and that is said."""
+
+    def stopped(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fitting, "cross_validate", stopped)
+    assert ran("calibrate", *DEVICE, *options) == 130
+    out, err = capsys.readouterr()
+    assert "\n[14/19] " in out and "\n[15/19] fitted to " in out
+    assert err == "stopped; nothing was kept.\n"
+    assert not list(cache.glob("*.json"))
+
+
 def test_calibrate_measures(monkeypatch):
     """Its rows are times of the plans that they name."""
     if not _extensions.is_loaded("_host"):

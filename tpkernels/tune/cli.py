@@ -20,6 +20,7 @@ from tpkernels.tune.shapes import Shape
 from tpkernels.tune.store import Entry
 
 EXIT_USAGE = 2
+_STOPPED = {"tune": "; what was finished is kept", "calibrate": "; nothing was kept"}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -41,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"tpk {given.command}: {error}", file=sys.stderr)
         return EXIT_USAGE
     except KeyboardInterrupt:
-        print("stopped; what was finished is kept.", file=sys.stderr)
+        print(f"stopped{_STOPPED.get(given.command, '')}.", file=sys.stderr)
         return 130
     return 0
 
