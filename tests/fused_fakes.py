@@ -128,6 +128,41 @@ class FakeRuntime(runtime.Runtime):
         assert (schedule, tile) in self.plans and multiprocessors == 0
         self.asked.append((schedule, tile))
 
+    def multiply_blocks(
+        self, left, right, left_sums_rows, right_sums_rows, left_from, right_from, bias, out,
+        rank, addresses, timeout_s, schedule, tile, multiprocessors,
+    ):  # fmt: skip
+        self.log.append("multiply blocks")
+        group, memory = self.mapped[tuple(addresses)]
+        assert rank == group.rank and len(addresses) == group.world and timeout_s > 0
+        assert len(left_from) == len(right_from) and len(left_from) % group.world == 0
+        steps = len(left_from) // group.world
+        assert 1 <= steps <= 4 and min(left.shape) > 0 and min(right.shape) > 0
+        room = 0
+        for x, table in ((left, left_from), (right, right_from)):
+            assert (
+                x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 and x.element_size() == 2
+            )
+            counts = [
+                sum(owner != r for owner in table[r * steps : (r + 1) * steps]) for r in range(group.world)
+            ]
+            room += max(counts) * -(-x.shape[0] * -(-x.shape[1] // 8) * 16 // 256) * 256
+        assert memory.numel() - workspace.PAGE_BYTES >= room
+        everyone = [ranks.exchange(group, (left.clone(), right.clone(), list(left_from), list(right_from)))][
+            0
+        ]
+        assert all(other[2:] == (left_from, right_from) for other in everyone), "ranks have different tables"
+        value = torch.zeros(out.shape, dtype=torch.float64)
+        for step in range(steps):
+            a = everyone[left_from[rank * steps + step]][0].double()
+            b = everyone[right_from[rank * steps + step]][1].double()
+            value += (a.t() if left_sums_rows else a) @ (b if right_sums_rows else b.t())
+        if bias is not None:
+            assert bias.shape == (out.shape[1],)
+            value += bias.double()
+        out.copy_(value)
+        self.plan(schedule, tile, multiprocessors)
+
     def begin_gather(self, a_shard, shard_rows, rank, addresses, timeout_s):
         self.log.append("begin gather")
         assert a_shard.stride(1) == 1 and a_shard.shape[0] == shard_rows[rank]
@@ -327,5 +362,5 @@ def on_fakes(ctx: Any, check: Any, *args: Any) -> FakeRuntime:
         runtime.active = real
         forget()
         os.environ.pop("TPK_PATH", None)
-    ops = {"gather", "scatter", "all_reduce", "small"}
+    ops = {"gather", "scatter", "all_reduce", "small", "multiply"}
     assert ops & {line.partition(" ")[0] for line in fake.log}, "no call came to the ops"

@@ -80,11 +80,13 @@ def layer(shape: Layer, variant: GridVariant, context: Context, dtype: torch.dty
         Skip: the grid does not cut the sizes evenly.
     """
     model, tokens = shape.model, shape.tokens
+    if variant.path == "fused" and not context.cuda:
+        raise Skip("path 'fused' is made of CUDA kernels")
     if shape.has_attention and model.heads * model.head_dim != model.hidden:
         raise Skip("attention on grids has heads of hidden / heads elements")
     try:
         on = grids.GridStrategy(variant.method, group=context.group, depth=variant.depth)
-        module = _module(shape, on, {"dtype": dtype, "device": context.device})
+        module = _module(shape, on, {"dtype": dtype, "device": context.device, "path": variant.path})
     except TpkError as error:
         raise Skip(str(error)) from error
     parts = on.layout.block(0).rows.parts

@@ -81,7 +81,9 @@ def variants(options: Options, *, layers: bool = True) -> tuple[Variant, ...]:
         ),
         *(
             Variant(
-                one.variant, "ours", f"tpkernels.nn.grids, {one.method.replace('_', '-')} on {one.grid} ranks"
+                one.variant,
+                "ours",
+                f"tpkernels.nn.grids, {one.method.replace('_', '-')} on {one.grid} ranks, path={one.path!r}",
             )
             for one in (grid_variants(options.world) if layers else ())
         ),

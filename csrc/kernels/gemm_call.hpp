@@ -24,8 +24,6 @@
 
 namespace tpk {
 
-constexpr int kMaxPairs = 4;  // of factors, whose products are summed
-
 struct Pair {
   Matrix a;  // [batch, M, K]
   Matrix b;  // [batch, K, N]

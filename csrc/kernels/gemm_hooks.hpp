@@ -1,5 +1,5 @@
-// What a product can be tied to while it runs: operand rows that still arrive, results that someone waits
-// for, and rows whose sum over ranks it ends. A plain product has none of the three. Pure C++.
+// What a product can be tied to while it runs: operand rows, or blocks of factors, that still arrive, results
+// that someone waits for, and rows whose sum over ranks it ends. A plain product has none of them. Pure C++.
 #pragma once
 
 #include <cstdint>
@@ -10,6 +10,8 @@ namespace tpk {
 
 constexpr int kMaxChunks = 64;  // blocks of rows that arrive, or leave, together
 constexpr int kMaxRanks = 16;
+constexpr int kMaxPairs = 4;    // of factors, whose products are summed
+constexpr int kMaxBlocks = 32;  // of factors that arrive
 
 // Whose rows of M are whose: rank r has [begin(r), row_end[r]).
 struct RankRows {
@@ -43,6 +45,22 @@ struct ArrivalHook {
   RankRows ranks;
   Matrix own;           // data null: none
   bool landed = false;  // a product before this one has seen every flag: planned as one without an arrival
+};
+
+// Block arrival: the product is a sum over pairs of factors, some of which are written by someone else. Every
+// a (side 0) is cut into blocks of extent[0] rows, every b (side 1) into blocks of extent[1] columns. Behind
+// block i of a factor of pair p flags[first[side][p] + i] is raised to *epoch (release, system scope); first
+// is -1 where all of it was there before. The kernel reads no element of a block before its flag has been
+// seen.
+struct BlockArrival {
+  const uint32_t* flags = nullptr;  // null: all is there
+  const uint32_t* epoch = nullptr;
+  int32_t extent[2] = {};
+  int32_t count[2] = {};  // blocks of a factor
+  int32_t first[2][kMaxPairs] = {};
+  int32_t from[2][kMaxPairs] = {};  // ranks, for reports
+  bool by_columns =
+      false;  // blocks of b are what comes one after the other: tiles are taken column by column
 };
 
 // Departure: rows of the result that belong to other ranks go, rounded, to `others` [M, N]; the call's out,
@@ -84,6 +102,7 @@ struct DoorbellHook {
 
 struct GemmHooks {
   ArrivalHook arrival;
+  BlockArrival blocks;
   DoorbellHook doorbell;
   DepartureHook departure;
 };

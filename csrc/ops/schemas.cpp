@@ -185,6 +185,16 @@ STABLE_TORCH_LIBRARY(tpkernels, m) {
       "Tensor(s!) send, int[] shard_rows, int rank, int[] addresses, float timeout_s, str schedule, str "
       "tile, "
       "int multiprocessors, Tensor[]? more_a=None, Tensor[]? more_b=None) -> ()");
+  // One rank's block of a product whose factors lie in blocks on all ranks: out [M, N] = sum over steps of a
+  // left block [M, K] times a right block [K, N], plus bias [N]. left_from and right_from, [ranks, steps]:
+  // whose blocks every rank takes at each step; own ones are left and right, stored [M, K] and [N, K], or,
+  // where they sum rows, [K, M] and [K, N], on every rank alike, columns contiguous. The memory of addresses
+  // has, behind its page, room for the most left blocks that a rank is sent, then for right ones; each has
+  // its rows at multiples of 16 bytes, and all of it of 256. See ops/block_pushes.hpp.
+  m.def(
+      "fused_block_matmul(Tensor left, Tensor right, bool left_sums_rows, bool right_sums_rows, "
+      "int[] left_from, int[] right_from, Tensor? bias, Tensor(o!) out, int rank, int[] addresses, "
+      "float timeout_s, str schedule, str tile, int multiprocessors) -> ()");
   // The sum over ranks of partial [M, N], plus bias [N] and residual [M, N], in one kernel, for small sizes;
   // all contiguous, and partial, residual and out of one dtype. way: "packets", "one-shot" or "two-shot".
   // addresses: of every rank's symmetric memory of buffer_bytes (host/all_reduce.hpp), all of it zero at

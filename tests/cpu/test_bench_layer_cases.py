@@ -98,11 +98,20 @@ def test_variants_of_both_devices() -> None:
     [
         (1, {}),
         (2, {}),
-        (4, {"ours-2d": "2 x 2", "ours-spatial-temporal": "2 x 2"}),
-        (8, {"ours-2.5d": "2 x 2 x 2", "ours-3d": "2 x 2 x 2"}),
-        (9, {"ours-2d": "3 x 3"}),
-        (12, {"ours-2.5d": "2 x 2 x 3"}),
-        (16, {"ours-2d": "4 x 4", "ours-2.5d": "2 x 2 x 4", "ours-spatial-temporal": "4 x 4"}),
+        (4, {"ours-2d": "2 x 2", "ours-2d:fused": "2 x 2", "ours-spatial-temporal": "2 x 2"}),
+        (8, {"ours-2.5d": "2 x 2 x 2", "ours-2.5d:fused": "2 x 2 x 2", "ours-3d": "2 x 2 x 2"}),
+        (9, {"ours-2d": "3 x 3", "ours-2d:fused": "3 x 3"}),
+        (12, {"ours-2.5d": "2 x 2 x 3", "ours-2.5d:fused": "2 x 2 x 3"}),
+        (
+            16,
+            {
+                "ours-2d": "4 x 4",
+                "ours-2.5d": "2 x 2 x 4",
+                "ours-2d:fused": "4 x 4",
+                "ours-2.5d:fused": "2 x 2 x 4",
+                "ours-spatial-temporal": "4 x 4",
+            },
+        ),
         (27, {"ours-2.5d": "3 x 3 x 3", "ours-3d": "3 x 3 x 3"}),
     ],
 )

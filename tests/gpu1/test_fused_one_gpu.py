@@ -6,6 +6,9 @@ test_fused_kernels.py, several GPUs in tests/gpun/test_fused_gpus.py.
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import fused_behaviour
 import fused_checks
 import fused_gradients
@@ -19,6 +22,9 @@ from op_checks import check_all_gather_matmul, check_reduce, on_device
 from streamk_cases import hopper_only
 
 from tpkernels.testing import RankPool
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "spawn"))
+import grid_stationary
 
 pytestmark = [pytest.mark.gpu1, hopper_only]
 
@@ -129,3 +135,14 @@ def test_a_stalled_rank_is_reported(kind):
     with RankPool(3 if kind == "entry" else 2, share_gpu=True, env=env) as pool:
         answers = pool.run(on_device, fused_behaviour.check_stalled, kind)
     fused_behaviour.judge_stalled(kind, answers, LIMIT)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize("case", [c for c in grid_stationary.CASES if c.world == 4], ids=str)
+def test_grids(shared_gpu_ranks, seed, case, dtype):
+    """Linear layers on 2 x 2 ranks, each pass one launch."""
+    shared_gpu_ranks.run(on_device, grid_stationary.check_fused, case, seed, dtype, world=4)
+
+
+def test_grids_in_all_ways(shared_gpu_ranks, seed):
+    shared_gpu_ranks.run(on_device, grid_stationary.check_fused_ways, grid_stationary.CASES[0], seed, world=4)

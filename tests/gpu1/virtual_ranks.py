@@ -78,6 +78,27 @@ class Ranks:
         self.replay(call, order=options.get("order"))
         return outs, gathered
 
+    def blocks(
+        self,
+        lefts: Sequence[Tensor],
+        rights: Sequence[Tensor],
+        tables: tuple[list[int], list[int]],
+        **options: Any,
+    ) -> list[Tensor]:
+        """Every rank's sum over steps of a left times a right block, of whom the tables [rank * steps + step] name."""
+        sums_rows = options.get("sums_rows", (False, False))
+        m, n = lefts[0].shape[sums_rows[0]], rights[0].shape[sums_rows[1]]
+        outs = [filled(m, n, dtype=options.get("out_dtype", lefts[0].dtype)) for _ in lefts]
+
+        def call(rank: int) -> None:
+            OPS.fused_block_matmul(
+                lefts[rank], rights[rank], *sums_rows, *tables, options.get("bias"), outs[rank], rank, self.addresses,
+                self.timeout_s, options.get("schedule", "auto"), options.get("tile", ""), self.multiprocessors,
+            )  # fmt: skip
+
+        self.replay(call, options.get("times", 1), options.get("order"))
+        return outs
+
     def reduce(
         self, as_: Sequence[Tensor], bs: Sequence[Tensor], rows: Sequence[int], **options: Any
     ) -> list[Tensor]:

@@ -68,11 +68,11 @@ def all_gather_matmul(
         gathered = a_shard.new_empty(total, k) if want_gathered else None
         # The kernel takes no empty weight. Without any other this rank still has to send, so it multiplies by zeros.
         used = [i for i, b in enumerate(bs) if b.shape[1] > 0]
-        weights = [_loadable(bs[i]) for i in used]
+        weights = [loadable(bs[i]) for i in used]
         results, kept = ([some[i] for i in used] for some in (outs, preacts or outs))
         if not used:
             weights, results = (
-                [_loadable(a_shard.new_zeros(k, 1))],
+                [loadable(a_shard.new_zeros(k, 1))],
                 [a_shard.new_empty(total, 1, dtype=out_dtype)],
             )
         by_weight = [(place, biases[i]) for place, i in enumerate(used)]
@@ -293,12 +293,12 @@ def _factors(
     if as_[0].shape[1] == 0:  # the others wait for what this rank adds, which is zero
         as_, bs = [as_[0].new_zeros(as_[0].shape[0], 1)], [bs[0].new_zeros(1, bs[0].shape[1])]
     if len(as_) <= MOST_PAIRS:
-        lefts, rights = [_loadable(a, by_columns=by_columns) for a in as_], [_loadable(b) for b in bs]
+        lefts, rights = [loadable(a, by_columns=by_columns) for a in as_], [loadable(b) for b in bs]
         # What lies both ways, since an extent is 1, is loaded along K.
         if len({_lies(a, 1) for a in lefts}) == len({_lies(b, 0) for b in rights}) == 1:
             return lefts, rights
-    return [_loadable(torch.cat(list(as_), dim=1), by_columns=by_columns)], [
-        _loadable(torch.cat(list(bs), dim=0))
+    return [loadable(torch.cat(list(as_), dim=1), by_columns=by_columns)], [
+        loadable(torch.cat(list(bs), dim=0))
     ]
 
 
@@ -309,7 +309,7 @@ def _lies(x: Tensor, inner: int) -> bool:
     return whole and (x.shape[inner] <= 1 or x.stride(inner) == 1)
 
 
-def _loadable(x: Tensor, *, by_columns: bool = True) -> Tensor:
+def loadable(x: Tensor, *, by_columns: bool = True) -> Tensor:
     """A matrix of 2-byte elements as TMA takes it: the other stride, and the address, multiples of 16 bytes.
 
     ``by_columns``: columns may be what is contiguous.

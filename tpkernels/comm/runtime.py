@@ -114,6 +114,9 @@ class Runtime:
     def all_reduce(self, *args: Any) -> None:
         torch.ops.tpkernels.fused_matmul_all_reduce(*args)
 
+    def multiply_blocks(self, *args: Any) -> None:
+        torch.ops.tpkernels.fused_block_matmul(*args)
+
     def reduce_small(self, *args: Any) -> None:
         torch.ops.tpkernels.fused_all_reduce(*args)
 

@@ -89,8 +89,8 @@ def gathered_rows(space: Workspace, rows: int, k: int, dtype: torch.dtype) -> Te
 
 
 def ensure(group: Group, device: torch.device, kind: str, size: int) -> Workspace:
-    """The workspace of a kind ("gather", "scatter", "sum", "small"), of at least ``size`` bytes. Collective where it
-    grows."""
+    """The workspace of a kind ("gather", "scatter", "sum", "blocks", "small"), of at least ``size`` bytes. Collective
+    where it grows."""
     with _lock:
         capturing = runtime.active.capturing()
         if not capturing:

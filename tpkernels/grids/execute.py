@@ -63,6 +63,24 @@ def record_traffic() -> Iterator[Traffic]:
         _recording.pop()
 
 
+def note_sent(sides: Sequence[tuple[Sequence[Sequence[int]], Tensor]], grid: ProcessGrid) -> None:
+    """Counts blocks that all positions take, [position][step], of whom they name; this rank's is the tensor."""
+    if not _recording:
+        return
+    traffic = _recording[-1]
+    held = 0
+    for table, block in sides:
+        sent = sum(
+            owner == grid.position for p, owners in enumerate(table) if p != grid.position for owner in owners
+        )
+        received = sum(owner != grid.position for owner in table[grid.position])
+        traffic.sent_messages += sent
+        traffic.sent_bytes += sent * block.nbytes
+        traffic.received_bytes += received * block.nbytes
+        held += received * block.numel()
+    traffic.peak_elements = max(traffic.peak_elements, held)
+
+
 class _Piece(NamedTuple):
     """A rectangle that goes to, or comes from, the rank at ``peer``: rows and columns within this rank's block."""
 

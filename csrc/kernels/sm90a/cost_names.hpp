@@ -56,6 +56,7 @@ inline constexpr struct {
     {"whole wave_us", &OneTileCost::wave_us},
     {"whole bytes_per_us", &OneTileCost::bytes_per_us},
     {"whole crowding", &OneTileCost::crowding},
+    {"whole deep_eight", &OneTileCost::deep_eight},
 };
 static_assert(sizeof(OneTileCost) == sizeof(double) * std::size(kWholeCostScalars),
               "kWholeCostScalars must name every number of OneTileCost.");

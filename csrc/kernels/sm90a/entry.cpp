@@ -87,6 +87,8 @@ Operands read_operands(const GemmCall& c) {
   }
   if (c.hooks != nullptr && c.hooks->arrival.flags != nullptr && c.num_more > 0)
     throw Refusal{"a product of rows that arrive is no sum of products."};
+  if (c.hooks != nullptr && c.hooks->blocks.flags != nullptr && (c.gate.data != nullptr || p.batch != 1))
+    throw Refusal{"a product of blocks that arrive has no gate, and one batch."};
   if (c.hooks != nullptr && c.hooks->arrival.own.data != nullptr) {
     const ArrivalHook& h = c.hooks->arrival;
     const int64_t rows = h.ranks.row_end[h.ranks.rank] - h.ranks.begin(h.ranks.rank);
@@ -242,8 +244,8 @@ void fill_workspace(GemmParams& p, const GemmPlan& plan, const Allocator& alloca
 
 // Others wait for rows of tiles, or tiles for rows.
 bool serves_ranks(const GemmHooks* hooks) {
-  return hooks != nullptr && (hooks->arrival.flags != nullptr || hooks->doorbell.counters != nullptr ||
-                              hooks->departure.ranks.world > 0);
+  return hooks != nullptr && (hooks->arrival.flags != nullptr || hooks->blocks.flags != nullptr ||
+                              hooks->doorbell.counters != nullptr || hooks->departure.ranks.world > 0);
 }
 
 Product product_of(const GemmCall& c) {

@@ -6,14 +6,25 @@
 
 namespace tpk::sm90a {
 
-enum class FaultKind : uint32_t { kNone, kFilling, kPartial, kChunk, kAddend, kEntered, kResult, kAllReduce };
+enum class FaultKind : uint32_t {
+  kNone,
+  kFilling,
+  kPartial,
+  kChunk,
+  kAddend,
+  kEntered,
+  kResult,
+  kAllReduce,
+  kBlock
+};
 
 struct FaultRecord {
   uint32_t kind = 0;  // FaultKind; written last
   uint32_t cta = 0;
   // Of the partial tile, the chunk, the addend or the rank that it is of; all-reduce: of the word or packet.
   int32_t index = 0;
-  // Partial: the first one behind; chunk: slab; addend: row; result: chunk; all-reduce: all_reduce::Word.
+  // Partial: the first one behind; chunk: slab; addend: row; result: chunk; all-reduce: all_reduce::Word;
+  // block: pair.
   int32_t part = 0;
   int32_t peer = -1;  // the rank that did not come, where there are ranks
   uint32_t seen = 0;
@@ -37,6 +48,8 @@ inline std::string fault_sentence(const FaultRecord& r) {
         "bug.";
   } else if (kind == FaultKind::kChunk) {
     what = "slab " + part + " of chunk " + index + " of a";
+  } else if (kind == FaultKind::kBlock) {
+    what = "block " + index + " of the factors, which pair " + part + " begins with";
   } else if (kind == FaultKind::kAddend) {
     what = "row " + part + " of what rank " + index + " adds";
   } else if (kind == FaultKind::kResult) {

@@ -83,6 +83,30 @@ __device__ __forceinline__ void wait_for_chunks(const GemmParams& p, int m, int 
   here.end = apart ? last : max(last, here.end);
 }
 
+// Waits for the blocks of a pair's factors that a tile reads: rows [m, m + rows), columns [n, n + columns).
+// The thread has few registers: nothing is kept that can be looked up again.
+__device__ __forceinline__ void wait_for_blocks(const GemmParams& p, int m, int rows, int n, int columns,
+                                                int pair, RowsHere& here) {
+  static_assert(kMaxBlocks <= 32, "RowsHere has 32 bits for them.");
+  const BlockArrival& h = p.hooks.blocks;
+#pragma unroll 1
+  for (int side = 0; side < 2; ++side) {
+    int word = h.first[side][pair];
+    if (word < 0) continue;
+    const int end_word = word + h.count[side];
+    int begin = side == 0 ? m : n;  // of the tile, counted from the block of `word`
+    for (; begin >= h.extent[side]; begin -= h.extent[side]) ++word;
+    begin += side == 0 ? rows : columns;
+    for (; begin > 0 && word < end_word; begin -= h.extent[side], ++word) {
+      if ((here.begin >> word & 1) != 0) continue;
+      wait_or_fail<comm::Scope::kSys>(h.flags + word, here.epoch, {p.timeout_ns, p.fault}, FaultKind::kBlock,
+                                      word, pair, [&] { return p.hooks.blocks.from[side][pair]; });
+      here.begin |= 1 << word;
+      fence_async_proxy();  // what was acquired, before TMA reads it
+    }
+  }
+}
+
 template <class Tile, Major kMajorA, Major kMajorB>
 __device__ __forceinline__ void run_loader(const GemmParams& p, SharedStorage<Tile>& s,
                                            const ClusterPlace& at) {
@@ -92,14 +116,16 @@ __device__ __forceinline__ void run_loader(const GemmParams& p, SharedStorage<Ti
   uint16_t share_b = 0;  // the column of CTAs
   for (int i = 0; at.columns > 1 && i < at.columns; ++i) share_a |= 1u << (at.m + at.rows * i);
   for (int i = 0; at.rows > 1 && i < at.rows; ++i) share_b |= 1u << (i + at.rows * at.n);
-  const bool arrives = p.hooks.arrival.flags != nullptr;
+  const bool arrives = p.hooks.arrival.flags != nullptr || p.hooks.blocks.flags != nullptr;
   prefetch_map(&p.pairs[0].a);
   prefetch_map(p.gated ? &p.map_gate : &p.pairs[0].b);
   wait_for_earlier_kernels();
   if (p.shares > 0 && at.rank == 0) comm::take_ticket(p.ticket);  // one more cluster has started
   const auto epoch_at = [](const uint32_t* word) { return *static_cast<const volatile uint32_t*>(word); };
-  RowsHere here{p.departs || arrives ? epoch_at(p.departs ? p.hooks.departure.epoch : p.hooks.arrival.epoch)
-                                     : 0};
+  const uint32_t* const epoch = p.departs                         ? p.hooks.departure.epoch
+                                : p.hooks.blocks.flags != nullptr ? p.hooks.blocks.epoch
+                                                                  : p.hooks.arrival.epoch;
+  RowsHere here{p.departs || arrives ? epoch_at(epoch) : 0};
   while (true) {
     const WorkItem item = items.next();  // a copy
     items.release(true);
@@ -128,6 +154,9 @@ __device__ __forceinline__ void run_loader(const GemmParams& p, SharedStorage<Ti
           if (p.departs) {
             look_for_peers(p, here);
             next_wait = here.end < rows_end ? k + kLookSteps : INT_MAX;
+          } else if (p.hooks.blocks.flags != nullptr) {
+            wait_for_blocks(p, item.m, Tile::kBM, item.n, Tile::kBN, run.pair, here);
+            next_wait = run.end;
           } else {
             const int slab_k = p.hooks.arrival.slab_k;
             const int slab = slab_k > 0 ? k / slab_k : 0;

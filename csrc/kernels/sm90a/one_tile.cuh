@@ -9,8 +9,8 @@
 // of a tile knows.
 //
 // Roles. One to three warpgroups multiply, 64 rows each; the first thread behind them loads. CTAs of a
-// cluster share rows, or columns, by multicast. Those along K work on one tile: each takes every k-th
-// iteration, sends the others what it has of their units of 16 columns, and finishes its own, adding in the
+// cluster share rows, or columns, by multicast. Those along K work on one tile: each takes a run of its
+// iterations, sends the others what it has of their units of 16 columns, and finishes its own, adding in the
 // order of CTAs, so that the bits depend on the plan alone.
 //
 // Nobody waits at the end. A CTA has gone only when all is here that others send it: operands of its stages,

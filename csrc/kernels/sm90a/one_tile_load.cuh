@@ -23,7 +23,13 @@ __device__ __forceinline__ OneTileRank rank_of_cta(const OneTileParams& p) {
   return {in_plane - (j << p.log_rows), j, k, k << log_plane};
 }
 
-// Iterations of a CTA for a tile, and units of 16 columns that it finishes.
+// A CTA's run of a tile's iterations, and the units of 16 columns that it finishes. Were they taken in turns,
+// 1280x8192 with one row would take 14 % longer, and 455 plans of few rows 1.2 % in the mean.
+__device__ __forceinline__ int first_iteration_of_cta(const OneTileParams& p) {
+  const int each = p.iterations >> p.log_depth;
+  const int k = rank_of_cta(p).k;
+  return k * each + min(k, p.iterations - (each << p.log_depth));
+}
 __device__ __forceinline__ int iterations_of_cta(const OneTileParams& p) {
   return (p.iterations - rank_of_cta(p).k + p.depth - 1) >> p.log_depth;
 }
@@ -212,7 +218,7 @@ __device__ __forceinline__ void load_tiles(const OneTileParams& p, const OneTile
   OneTilePlace at = first_place<kRows>(p);
   int tiles = tiles_of_cluster(p);
   int tile = cluster_along_x(p);
-  const int step = p.depth * kBK;
+  const int begin = first_iteration_of_cta(p) * kBK;
   const int stages = p.stages;
   const int stage_bytes = p.stage_bytes;
   uint32_t first;  // opaque, or it is worked out anew in each iteration, from the CTA's place in its cluster
@@ -224,8 +230,8 @@ __device__ __forceinline__ void load_tiles(const OneTileParams& p, const OneTile
   uint32_t phase = 1;
   int stage = 0;
   // The first iteration alone: of a second one, what it costs to ask twice is more than what it brings.
-  rows.prefetch(&p.pairs[0].a, at.row, rank.k * kBK, at.batch * p.batch_step_a);
-  columns.prefetch(&p.pairs[0].b, at.column, rank.k * kBK, at.batch * p.batch_step_b);
+  rows.prefetch(&p.pairs[0].a, at.row, begin, at.batch * p.batch_step_a);
+  columns.prefetch(&p.pairs[0].b, at.column, begin, at.batch * p.batch_step_b);
   begin_after_earlier_kernels();
   while (true) {
     const int batch_a = at.batch * p.batch_step_a;
@@ -234,9 +240,9 @@ __device__ __forceinline__ void load_tiles(const OneTileParams& p, const OneTile
     int pair = 0;
     int pair_begin = 0;
     int pair_end = p.pair_ends.k_end[0];
-    int k = rank.k * kBK;
+    int k = begin;
 #pragma unroll 1
-    for (int i = 0; i < iterations; ++i, k += step) {
+    for (int i = 0; i < iterations; ++i, k += kBK) {
       while (k >= pair_end) {
         pair_begin = pair_end;
         pair_end = p.pair_ends.k_end[++pair];

@@ -10,11 +10,11 @@
 
 namespace tpk::sm90a {
 
-// Rows that the loading thread knows to be here: of A, or, in a departure, of own rows, from every peer. A
-// launch has one of both, and the thread few registers.
+// What the loading thread knows to be here: rows of A, or, in a departure, own rows from every peer, or
+// blocks of factors. A launch has one of them, and the thread few registers.
 struct RowsHere {
   uint32_t epoch;
-  int begin = 0;  // departure: the next word that is looked at, chunk * kMaxRanks + peer
+  int begin = 0;  // departure: the next word that is looked at, chunk * kMaxRanks + peer; blocks: a bit each
   int end = 0;    // departure: counted from the first own row
 };
 

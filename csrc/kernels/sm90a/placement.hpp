@@ -33,10 +33,11 @@ struct Ranks {
   // Departure: see DepartureHook.
   int32_t num_blocks = 0;
   RowSpan blocks[kMaxChunks] = {};
+  bool by_columns = false;  // see BlockArrival
 
   // Equal for equal values.
   std::string key() const {
-    std::string text(1, static_cast<char>('0' + static_cast<int>(direction)));
+    std::string text(1, static_cast<char>('0' + static_cast<int>(direction) + (by_columns ? 8 : 0)));
     if (direction == Direction::kNone) return text;
     text += std::to_string(rows.rank);
     for (int32_t r = 0; r < rows.world; ++r) text += "," + std::to_string(rows.row_end[r]);
@@ -53,6 +54,11 @@ inline Ranks ranks_of(const GemmHooks* hooks) {
     Ranks ranks{Direction::kDeparture, h.ranks};
     ranks.num_blocks = h.num_blocks;
     std::copy(h.blocks, h.blocks + h.num_blocks, ranks.blocks);
+    return ranks;
+  }
+  if (hooks->blocks.flags != nullptr) {
+    Ranks ranks;
+    ranks.by_columns = hooks->blocks.by_columns;
     return ranks;
   }
   const ArrivalHook& arrival = hooks->arrival;
@@ -119,7 +125,8 @@ inline Placement place_tiles(const Problem& p, const TileShape& tile, const Rank
   if (ranks.direction == Direction::kDeparture) return place_departure(p, tile, ranks);
   Placement out;
   if (ranks.direction == Direction::kNone) {
-    out.order = make_tile_order(p, tile);
+    constexpr int64_t kGroup = 8;
+    out.order = make_tile_order(p, tile, ranks.by_columns ? max64(1, tiles_m(p, tile)) : kGroup);
     return out;
   }
   std::vector<int64_t> sizes;

@@ -14,7 +14,7 @@
 namespace tpk::sm90a {
 
 // CTAs of a cluster: those along M share B, those along N share A, by multicast of each other's loads. Those
-// along K (one_tile.hpp alone) work on one tile, take its iterations in turn, and add what they have through
+// along K (one_tile.hpp alone) work on one tile, take a part of K each, and add what they have through
 // each other's shared memory.
 struct ClusterShape {
   int32_t m = 1;

@@ -7,63 +7,17 @@ Layers with one input run as one: blocks of their weights, put together, are a b
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tpkernels.errors import ArgumentError
-from tpkernels.grids.execute import run
-from tpkernels.grids.mesh import ProcessGrid
-from tpkernels.grids.method import Method, Sizes
-from tpkernels.grids.program import Program, backward, forward
-from tpkernels.nn.grids._distribution import Distribution
+from tpkernels.nn.grids._passes import Call, run_backward, run_forward
 from tpkernels.ops._collectives import accumulate_dtype
-from tpkernels.ops._main_grad import Sink, Target, targets
+from tpkernels.ops._main_grad import Target, targets
 
 __all__ = ["Call", "grid_linears"]
-
-
-@dataclass(frozen=True)
-class Call:
-    """What a call of layers needs besides tensors. ``sinks``: where weights' gradients go, None: to autograd.
-
-    ``features``: output features of each layer.
-    """
-
-    method: Method
-    grid: ProcessGrid
-    sizes: Sizes
-    features: tuple[int, ...]
-    keep: bool
-    path: str
-    what: str
-    sinks: tuple[Sink | None, ...]
-
-    @property
-    def local(self) -> list[int]:
-        """Output features of each layer on this rank."""
-        columns = self.method.home("Y").block(self.grid.position).columns
-        return [columns.length(features) for features in self.features]
-
-    def distribution(self, number: int) -> Distribution:
-        """How a layer's output lies."""
-        return Distribution(self.method.home("Y"), self.grid, self.features[number], "out_features")
-
-
-@lru_cache(maxsize=256)
-def _forward(method: Method, bias: bool, keep: bool) -> Program:
-    return forward(method, bias=bias, keep=keep)
-
-
-@lru_cache(maxsize=1024)
-def _backward(method: Method, keep: bool, wanted: tuple[bool, bool, bool]) -> Program:
-    """``wanted``: gradients of input, weight and bias."""
-    outputs = _forward(method, False, keep).outputs
-    held = {operand: outputs[operand].layout for operand in ("X", "W") if operand in outputs}
-    return backward(method, input_grad=wanted[0], weight_grad=wanted[1], bias_grad=wanted[2], held=held)
 
 
 @torch.compiler.disable(reason="tpkernels' grids send point to point, which no compiled graph can hold")
@@ -86,14 +40,15 @@ class _GridLinears(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, call: Call, count: int, *parameters: Any) -> tuple[Tensor, ...]:
         weights, biases = parameters[:count], parameters[count:]
-        given = {"X": x.reshape(-1, x.shape[-1]), "W": _joined(weights)}
-        alone = count == 1 and biases[0] is not None  # then its bias travels with the first blocks
-        if alone:
-            given["B"] = biases[0].unsqueeze(0)
-        program = _forward(call.method, alone, call.keep)
-        what = f"{call.what}, forward"
-        made = run(program, given, call.sizes, call.grid, {"Y": x.dtype}, path=call.path, what=what)
-        ys = made["Y"].split(call.local, -1)
+        alone = count == 1  # then its bias travels with the first blocks
+        y, x_kept, w_kept = run_forward(
+            call,
+            x.reshape(-1, x.shape[-1]),
+            _joined(weights),
+            biases[0] if alone else None,
+            exact=not alone and any(bias is not None for bias in biases),
+        )
+        ys = y.split(call.local, -1)
         ctx.call, ctx.shape, ctx.count = call, x.shape, count
         ctx.biases = [None if bias is None else bias.dtype for bias in biases]
         ctx.targets = [
@@ -101,14 +56,14 @@ class _GridLinears(torch.autograd.Function):
             for weight, sink in zip(weights, call.sinks, strict=True)
         ]
         # What a frozen weight's, or a frozen input's, gradient would have needed is not kept.
-        keep_x = made.get("X", given["X"]) if any(ctx.needs_input_grad[3 : 3 + count]) else None
-        keep_w = made.get("W") if ctx.needs_input_grad[0] else None
+        keep_x = x_kept if any(ctx.needs_input_grad[3 : 3 + count]) else None
+        keep_w = w_kept if ctx.needs_input_grad[0] else None
         kept = weights if ctx.needs_input_grad[0] and keep_w is None else ()
         ctx.save_for_backward(keep_x, keep_w, *kept)
         outputs = []
         for number, (y, bias) in enumerate(zip(ys, biases, strict=True)):
-            if bias is not None:
-                y = y + (made["B"] if alone else call.distribution(number).bring(bias.unsqueeze(0)))
+            if bias is not None and not alone:
+                y = y + call.distribution(number).bring(bias.unsqueeze(0))
             outputs.append(y.to(x.dtype).reshape(*x.shape[:-1], y.shape[-1]))
         return tuple(outputs)
 
@@ -138,15 +93,7 @@ class _GridLinears(torch.autograd.Function):
         fused = any(target is not None for target in ctx.targets)
         dtypes = {"dX": dy.dtype, "dW": accumulate_dtype(dy.dtype) if fused else dy.dtype}
         dtypes["dB"] = ctx.biases[0] or dy.dtype
-        made = run(
-            _backward(call.method, call.keep, wanted),
-            given,
-            call.sizes,
-            call.grid,
-            dtypes,
-            path=call.path,
-            what=f"{call.what}, backward",
-        )
+        made = run_backward(call, given, wanted, dtypes)
         dx = made["dX"].to(dy.dtype).view(ctx.shape) if wanted[0] else None
         dws: list[Tensor | None] = [None] * count
         if any(asked):

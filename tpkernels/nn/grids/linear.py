@@ -32,7 +32,8 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from tpkernels.errors import ArgumentError, DeviceError, DTypeError, ShapeError
+from tpkernels.comm import conditions, runtime
+from tpkernels.errors import ArgumentError, BackendError, DeviceError, DTypeError, ShapeError
 from tpkernels.grids import (
     Method,
     grid_2d,
@@ -46,6 +47,7 @@ from tpkernels.grids import (
 from tpkernels.grids.layout import Layout
 from tpkernels.grids.mesh import GridGroupLike, ProcessGrid, bind
 from tpkernels.grids.method import Sizes
+from tpkernels.grids.one_launch import one_launch_missing
 from tpkernels.grids.redistribute import take_block, would_fit
 from tpkernels.nn._checks import agreed
 from tpkernels.nn.grids._function import Call, grid_linears
@@ -91,7 +93,9 @@ class GridLinear(ParallelModule):
         bias: whether there is one; each rank has a part of its features' at rest.
         seed, init_std, name: starting values, see ``tpkernels.nn.weights``.
         dtype, device: of the parameters; ``device="meta"`` leaves them unfilled.
-        path: of the products, as in ``tpkernels.matmul``.
+        path: of the products, as in ``tpkernels.matmul``. "fused": each pass is one launch of the Hopper kernel, blocks
+            travel by the copy engine while it multiplies (``tpkernels.grids.one_launch``; not 3-D). "auto" takes
+            message after message, product after product.
         gradient_accumulation_fusion: add the weight's gradient, in float32, to ``weight.main_grad``. None: where it
             is there. False: never.
     Shape:
@@ -189,10 +193,30 @@ class GridLinear(ParallelModule):
             checked_main_grad(self.weight)
         if not torch.compiler.is_compiling():  # which cannot look into groups
             transport_of(self.process_grid.group, x.device, "x")
-        request = _paths.parse(self.path, x.device.type, distributed=False)
-        _paths.choose_gemm(
-            request, x.device.type, x.dtype
-        )  # what it refuses is refused before anything is sent
+        # What is refused is refused before anything is sent.
+        if not self._is_fused(x):
+            request = _paths.parse(self.path, x.device.type, distributed=False)
+            _paths.choose_gemm(request, x.device.type, x.dtype)
+
+    def _is_fused(self, x: Tensor) -> bool:
+        """Whether each pass is one launch.
+
+        Raises:
+            BackendError: it was asked for, and cannot be.
+        """
+        request = _paths.parse(self.path, x.device.type, distributed=True)
+        grid = self.process_grid
+        if request.transport != _paths.FUSED or grid.grid.world == 1 or x.device.type == "meta":
+            return False
+        device, dtype = x.device.type, x.dtype
+        if torch.is_autocast_enabled(device) and dtype == torch.float32:
+            dtype = torch.get_autocast_dtype(device)
+        missing = one_launch_missing(self.method) or conditions.call_missing(
+            device, dtype, dtype, grid.grid.world, runtime.active.device_types
+        )
+        if missing is not None:
+            raise BackendError(f"{request.source}: 'fused' was asked for, but {missing}; use 'auto'.")
+        return True
 
     def _facts(self, x: Tensor) -> dict[str, object]:
         """What must be the same on all ranks."""
@@ -359,6 +383,7 @@ def shared_input(layers: Sequence[GridLinear], x: Tensor) -> list[Tensor]:
         features,
         first.keep_gathered,
         first.path,
+        first._is_fused(x),
         f"{type(first).__name__} {first.name!r}" if first.name else type(first).__name__,
         tuple(layer._sink() for layer in layers),
     )
