@@ -57,7 +57,7 @@ struct BlockArrival {
   const uint32_t* epoch = nullptr;
   int32_t extent[2] = {};
   int32_t count[2] = {};  // blocks of a factor
-  int32_t first[2][kMaxPairs] = {};
+  int32_t first[2][kMaxPairs] = {{-1, -1, -1, -1}, {-1, -1, -1, -1}};
   int32_t from[2][kMaxPairs] = {};  // ranks, for reports
   bool by_columns =
       false;  // blocks of b are what comes one after the other: tiles are taken column by column

@@ -24,7 +24,7 @@ struct FaultRecord {
   // Of the partial tile, the chunk, the addend or the rank that it is of; all-reduce: of the word or packet.
   int32_t index = 0;
   // Partial: the first one behind; chunk: slab; addend: row; result: chunk; all-reduce: all_reduce::Word;
-  // block: pair.
+  // block: K, of all pairs in a row.
   int32_t part = 0;
   int32_t peer = -1;  // the rank that did not come, where there are ranks
   uint32_t seen = 0;
@@ -49,7 +49,7 @@ inline std::string fault_sentence(const FaultRecord& r) {
   } else if (kind == FaultKind::kChunk) {
     what = "slab " + part + " of chunk " + index + " of a";
   } else if (kind == FaultKind::kBlock) {
-    what = "block " + index + " of the factors, which pair " + part + " begins with";
+    what = "block " + index + " of the factors, at K = " + part;
   } else if (kind == FaultKind::kAddend) {
     what = "row " + part + " of what rank " + index + " adds";
   } else if (kind == FaultKind::kResult) {

@@ -83,15 +83,25 @@ __device__ __forceinline__ void wait_for_chunks(const GemmParams& p, int m, int 
   here.end = apart ? last : max(last, here.end);
 }
 
-// Waits for the blocks of a pair's factors that a tile reads: rows [m, m + rows), columns [n, n + columns).
-// The thread has few registers: nothing is kept that can be looked up again.
+__device__ __forceinline__ int sender_of_block(const BlockArrival& h, int word) {
+  int rank = -1;
+  for (int i = 0; i < 2 * kMaxPairs; ++i) {
+    const int side = i / kMaxPairs;
+    const int first = h.first[side][i % kMaxPairs];
+    if (first >= 0 && word >= first && word < first + h.count[side]) rank = h.from[side][i % kMaxPairs];
+  }
+  return rank;
+}
+
+// Waits for the blocks that a tile reads of the pair that has k: rows [m, m + rows), columns [n, n +
+// columns). The thread has few registers: nothing is kept that can be looked up again.
 __device__ __forceinline__ void wait_for_blocks(const GemmParams& p, int m, int rows, int n, int columns,
-                                                int pair, RowsHere& here) {
+                                                int k, RowsHere& here) {
   static_assert(kMaxBlocks <= 32, "RowsHere has 32 bits for them.");
   const BlockArrival& h = p.hooks.blocks;
 #pragma unroll 1
   for (int side = 0; side < 2; ++side) {
-    int word = h.first[side][pair];
+    int word = h.first[side][pair_run(p.pair_ends, k, k + 1).pair];
     if (word < 0) continue;
     const int end_word = word + h.count[side];
     int begin = side == 0 ? m : n;  // of the tile, counted from the block of `word`
@@ -100,7 +110,7 @@ __device__ __forceinline__ void wait_for_blocks(const GemmParams& p, int m, int 
     for (; begin > 0 && word < end_word; begin -= h.extent[side], ++word) {
       if ((here.begin >> word & 1) != 0) continue;
       wait_or_fail<comm::Scope::kSys>(h.flags + word, here.epoch, {p.timeout_ns, p.fault}, FaultKind::kBlock,
-                                      word, pair, [&] { return p.hooks.blocks.from[side][pair]; });
+                                      word, k, [&] { return sender_of_block(p.hooks.blocks, word); });
       here.begin |= 1 << word;
       fence_async_proxy();  // what was acquired, before TMA reads it
     }
@@ -155,7 +165,7 @@ __device__ __forceinline__ void run_loader(const GemmParams& p, SharedStorage<Ti
             look_for_peers(p, here);
             next_wait = here.end < rows_end ? k + kLookSteps : INT_MAX;
           } else if (p.hooks.blocks.flags != nullptr) {
-            wait_for_blocks(p, item.m, Tile::kBM, item.n, Tile::kBN, run.pair, here);
+            wait_for_blocks(p, item.m, Tile::kBM, item.n, Tile::kBN, k, here);
             next_wait = run.end;
           } else {
             const int slab_k = p.hooks.arrival.slab_k;
