@@ -26,9 +26,11 @@ from tpkernels.grids import (
     predict,
     row_parallel,
     spatial_temporal,
+    stationary,
     summa,
     three_d,
 )
+from tpkernels.grids.one_launch import one_launch_missing
 from tpkernels.planner import TOPOLOGIES
 
 # A layer of a large model: hidden 12288, its MLP 4 times as wide.
@@ -99,6 +101,38 @@ def table() -> str:
             weights = f"1/{world // copies}"
             lines.append(f"| {world} | {row.name} | " + " | ".join(cells) + f" | {weights} | 1/{world} |")
     return "\n".join(lines)
+
+
+def launched() -> str:
+    """GB that a rank receives for one MLP by messages, and where each pass is one launch, which results stay."""
+    head = (
+        "| ranks | method | "
+        + " | ".join(f"{t:,} tokens, by messages | in one launch" for t in TOKENS)
+        + " |"
+    )
+    lines = [head, "|" + " --- |" * (2 + 2 * len(TOKENS))]
+    for world in WORLDS:
+        for row in rows(world):
+            if any(method.steps == 1 or one_launch_missing(method) for method in row.layers):
+                continue
+            cells = []
+            for tokens in TOKENS:
+                elements = sum(
+                    program.sent_elements(sizes)
+                    for method, sizes in mlp(row, tokens)
+                    for program in programs(_still(method))
+                )
+                cells += [
+                    f"{float(gb) * 2 / 1e9:.2f}" for gb in (received(row, tokens), Fraction(elements, world))
+                ]
+            lines.append(f"| {world} | {row.name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _still(method: Method) -> Method:
+    still = stationary(method)
+    assert still is not None
+    return still
 
 
 @cache

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from draw_grids import METHODS, captions, picture
 from grid_calls import CALLS, errors, printed
-from grid_costs import table, times
+from grid_costs import launched, table, times
 from grid_page_costs import beside, memory_table, orders, predicted, received_table
 from grid_steps import at_rest
 from grid_steps import table as steps
@@ -36,7 +36,7 @@ PAGES = {
 def made(page: str) -> dict[str, str]:
     """What the script writes into a page, by the name behind ``<!-- made:``."""
     if page == "grids.md":
-        return {"table": table(), "times": times()}
+        return {"table": table(), "times": times(), "launched": launched()}
     names, kind = PAGES[page]
     found = {"predicted": predicted(kind), "beside": beside(names[0])}
     for name in names:

@@ -49,9 +49,7 @@ std::vector<sm90a::GemmPlan> find(int64_t m, int64_t n, int64_t k, int64_t batch
 double predict(int64_t m, int64_t n, int64_t k, int64_t batch, const sm90a::GemmPlan& plan, bool finishes,
                bool outer_major, int64_t multiprocessors, const sm90a::HopperCost& cost) {
   detail::check_count("multiprocessors", multiprocessors);
-  const auto residency = sm90a::full_residency(multiprocessors);
-  const int64_t resident =
-      residency.clusters[static_cast<int>(plan.tile)][sm90a::cluster_index(plan.cluster)];
+  const int64_t resident = sm90a::clusters_that_fit(multiprocessors, plan.cluster.size());
   const Schedule& s = plan.plan.schedule;
   if (is_one_tile(plan.tile)) {
     const bool gated = plan.plan.tile.bn < cluster_tile(plan.tile, plan.cluster).bn;

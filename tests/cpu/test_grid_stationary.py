@@ -22,11 +22,11 @@ from tpkernels.grids import (
     grid_2p5d,
     grid_3d,
     spatial_temporal,
+    stationary,
     summa,
     three_d,
 )
 from tpkernels.grids.one_launch import one_launch_missing, owners
-from tpkernels.grids.stationary import stationary
 
 KINDS = {
     "2-D": lambda q: summa(grid_2d(q * q)),

@@ -12,10 +12,17 @@ import torch
 from streamk_cases import HOPPER_TILES, hopper_only
 from virtual_ranks import Ranks, filled, pitched, whole
 
-from tpkernels.grids import Method, grid_2d, grid_2p5d, grid_spatial_temporal, spatial_temporal, summa
+from tpkernels.grids import (
+    Method,
+    grid_2d,
+    grid_2p5d,
+    grid_spatial_temporal,
+    spatial_temporal,
+    stationary,
+    summa,
+)
 from tpkernels.grids.method import Pass
 from tpkernels.grids.one_launch import owners
-from tpkernels.grids.stationary import stationary
 from tpkernels.testing import assert_close_tiles
 
 Tensor = torch.Tensor

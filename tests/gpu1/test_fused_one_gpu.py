@@ -24,7 +24,7 @@ from streamk_cases import hopper_only
 from tpkernels.testing import RankPool
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "spawn"))
-import grid_stationary
+import grid_launches
 
 pytestmark = [pytest.mark.gpu1, hopper_only]
 
@@ -138,11 +138,11 @@ def test_a_stalled_rank_is_reported(kind):
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16])
-@pytest.mark.parametrize("case", [c for c in grid_stationary.CASES if c.world == 4], ids=str)
+@pytest.mark.parametrize("case", [c for c in grid_launches.FUSED_CASES if c.world == 4], ids=str)
 def test_grids(shared_gpu_ranks, seed, case, dtype):
     """Linear layers on 2 x 2 ranks, each pass one launch."""
-    shared_gpu_ranks.run(on_device, grid_stationary.check_fused, case, seed, dtype, world=4)
+    shared_gpu_ranks.run(on_device, grid_launches.check_fused, case, seed, dtype, world=4)
 
 
 def test_grids_in_all_ways(shared_gpu_ranks, seed):
-    shared_gpu_ranks.run(on_device, grid_stationary.check_fused_ways, grid_stationary.CASES[0], seed, world=4)
+    shared_gpu_ranks.run(on_device, grid_launches.check_fused_ways, grid_launches.CASES[0], seed, world=4)

@@ -5,6 +5,7 @@
     method          a method: what each rank multiplies at each step, and where operands lie at rest
     one_d, summa, three_d, spatial_temporal     the methods
     data_parallel   copies of any of them, with rows of their own
+    stationary      any of them with results that stay where they are made, whose passes can be one launch each
     features        layouts of biases, of norms' weights and of statistics of rows
     program         what the ranks do, step by step, derived from a method
     collectives     what exchanges are called, and what each step asks of compute and links
@@ -15,6 +16,7 @@ None of that needs a process group, or torch. What does is not imported here:
 
     mesh            a grid bound to a process group or a DeviceMesh
     execute         programs carried out
+    one_launch      passes of a layer as one launch each, path "fused"
     redistribute    tensors from one layout to another
 
 >>> method = summa(grid_2d(4))
@@ -51,6 +53,7 @@ from tpkernels.grids.one_d import column_parallel, row_parallel
 from tpkernels.grids.program import Program, backward, forward
 from tpkernels.grids.spans import Span, part
 from tpkernels.grids.spatial_temporal import spatial_temporal
+from tpkernels.grids.stationary import stationary
 from tpkernels.grids.summa import summa
 from tpkernels.grids.three_d import three_d
 from tpkernels.grids.timing import Cluster, Level, Timing, exchange_us, predict
@@ -96,6 +99,7 @@ __all__ = [
     "rows_over",
     "sent_elements",
     "spatial_temporal",
+    "stationary",
     "summa",
     "three_d",
     "whole",

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tpkernels.comm import blocks
+from tpkernels.comm.conditions import MAX_RANKS
 from tpkernels.grids.execute import note_sent
 from tpkernels.grids.layout import messages
 from tpkernels.grids.mesh import ProcessGrid
@@ -52,8 +53,8 @@ def one_launch_missing(method: Method) -> str | None:
     still = stationary(method)
     if still is None:
         return f"{method.name} gathers blocks that no rank has whole"
-    if method.grid.world > blocks.MAX_RANKS:
-        return f"a group may have {blocks.MAX_RANKS} ranks, not {method.grid.world}"
+    if method.grid.world > MAX_RANKS:
+        return f"a group may have {MAX_RANKS} ranks, not {method.grid.world}"
     if still.steps > blocks.MAX_STEPS:
         return f"a pass may have {blocks.MAX_STEPS} steps, not {still.steps}"
     return None

@@ -53,9 +53,15 @@ def stationary(method: Method) -> Method | None:
         steps.pop(),
         work,
         method.homes,
-        (stationary, (method,)),
+        (_again, (method,)),
         sums=method.sums,
     )
+
+
+def _again(method: Method) -> Method:
+    found = stationary(method)
+    assert found is not None
+    return found
 
 
 def _result(method: Method, kind: Pass) -> Layout:

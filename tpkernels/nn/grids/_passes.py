@@ -52,7 +52,8 @@ class Call:
     @property
     def launches(self) -> Method | None:
         """The method whose passes are one launch each; None: they are programs. Alike on all ranks."""
-        return stationary(self.method) if self.fused and min(self.sizes) > 0 else None
+        still = stationary(self.method) if self.fused and min(self.sizes) > 0 else None
+        return still if still is not None and still.steps > 1 else None  # of one step nothing travels
 
     def distribution(self, number: int) -> Distribution:
         """How a layer's output lies."""

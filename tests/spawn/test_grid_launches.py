@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import grid_stationary as checks
+import grid_launches as checks
 import pytest
 import torch
 from fused_fakes import on_fakes
 from grid_checks import Case
-from grid_stationary import CASES
+from grid_launches import CASES, FUSED_CASES
 
 from tpkernels.testing import RankPool
 
@@ -18,12 +18,12 @@ def test_messages(many_ranks: RankPool, seed: int, case: Case) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", FUSED_CASES, ids=str)
 def test_fused(many_ranks: RankPool, seed: int, case: Case, dtype: torch.dtype) -> None:
     many_ranks.run(on_fakes, checks.check_fused, case, seed, dtype, world=case.world)
 
 
-@pytest.mark.parametrize("case", [CASES[0], CASES[3], CASES[5]], ids=str)
+@pytest.mark.parametrize("case", FUSED_CASES[::3], ids=str)
 def test_fused_ways(many_ranks: RankPool, seed: int, case: Case) -> None:
     many_ranks.run(on_fakes, checks.check_fused_ways, case, seed, world=case.world)
 
