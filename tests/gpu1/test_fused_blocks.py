@@ -157,7 +157,9 @@ def test_refusals() -> None:
         call(right=x[:, :8])
     with pytest.raises(RuntimeError, match=r"out must be a CUDA tensor \[16, 16\]"):
         call(out=out[:8])
-    with pytest.raises(RuntimeError, match="begin at multiples of 16 bytes"):
+    with pytest.raises(
+        RuntimeError, match="left must begin, and have its rows begin, at multiples of 16 bytes"
+    ):
         call(left=torch.zeros(16, 20, dtype=torch.bfloat16, device="cuda")[:, 1:17])
 
 

@@ -139,13 +139,14 @@ class _Transfer:
         self.part, self.block, self.wire, self.what, self.grid = part, block, wire, what, grid
         self.middle = like.shape[1:-1]
         self.like = like
+        carrier = _open(grid, like.device)
         self.outgoing: list[Tensor] = []
         self.arriving: list[Tensor | None] = []
         operations: list[dist.P2POp] = []
         group = grid.group.process_group
         for piece in part.sends:
             assert block is not None
-            sent = piece.of(block).to(wire).contiguous()
+            sent = piece.of(block).to(carrier, wire).contiguous()
             self.outgoing.append(sent)  # must live until it is sent
             operations.append(dist.P2POp(dist.isend, sent, group=group, group_peer=grid.members[piece.peer]))
         for piece in part.receives:
@@ -157,7 +158,7 @@ class _Transfer:
                 *self.middle,
                 piece.columns.stop - piece.columns.start,
             )
-            into = torch.empty(shape, dtype=wire, device=like.device)
+            into = torch.empty(shape, dtype=wire, device=carrier)
             self.arriving.append(into)
             operations.append(dist.P2POp(dist.irecv, into, group=group, group_peer=grid.members[piece.peer]))
         self.works: list[Any] = dist.batch_isend_irecv(operations) if operations else []
@@ -174,6 +175,7 @@ class _Transfer:
         """The block (None: this rank has none), and whether it is a view of what was there. ``exact``: what did not
         travel keeps its type."""
         self._wait()
+        self.arriving = [None if t is None else t.to(self.like.device) for t in self.arriving]
         part = self.part
         if part.shape is None:
             return None, False
@@ -216,18 +218,23 @@ class _Transfer:
             ) from error
 
 
-_opened: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+_opened: weakref.WeakKeyDictionary[dist.ProcessGroup, torch.device] = weakref.WeakKeyDictionary()
 
 
-def _open(grid: ProcessGrid, device: torch.device) -> None:
-    """NCCL makes a group's connections in its first call, in which all ranks must take part: that of an exchange
-    need not be one. Every rank of the grid comes here before its first."""
+def _open(grid: ProcessGrid, device: torch.device) -> torch.device:
+    """Where tensors have to be to be sent: gloo sends no GPU's memory from rank to rank, so it goes by the host's.
+
+    NCCL makes a group's connections in its first call, in which all ranks must take part: that of an exchange need not
+    be one. Every rank of the grid comes here before its first.
+    """
     group = grid.group
-    if group.process_group in _opened:
-        return
-    if transport_of(group, device, "x") == "nccl":
-        dist.all_reduce(torch.zeros(1, device=device), group=group.process_group)
-    _opened.add(group.process_group)
+    carrier = _opened.get(group.process_group)
+    if carrier is None or carrier.type not in (device.type, "cpu"):
+        transport = transport_of(group, device, "x")
+        if transport == "nccl":
+            dist.all_reduce(torch.zeros(1, device=device), group=group.process_group)
+        carrier = _opened[group.process_group] = torch.device("cpu") if transport == "gloo" else device
+    return carrier
 
 
 def move(
@@ -245,7 +252,6 @@ def move(
     which also has the dimensions between and the device. Partial sums are added in float32 (float64), in which the
     result then is. May be ``x`` itself, or a view of it.
     """
-    _open(grid, like.device)
     part = _part(source, target, grid.position, *shape)
     block, _ = _Transfer(part, x, like.dtype, grid, what, like).finish(True)
     return block
@@ -276,7 +282,7 @@ def run(
     buffers: dict[str, Tensor] = dict(given)
     views = set(given)
     like = next(iter(given.values()))
-    _open(grid, like.device)
+    _open(grid, like.device)  # also where this rank has nothing to exchange
     for number, step in enumerate(program.steps):
         transfers = []
         for exchange in step.exchanges:
