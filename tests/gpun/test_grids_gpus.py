@@ -6,10 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from op_checks import on_device
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "spawn"))
 import grid_checks as checks
+import grid_launches as launches
 import grid_models as models
 import grid_ways as ways
 from grid_checks import Case
@@ -60,3 +62,22 @@ def test_parts_on_four(gpu_ranks: RankPool, seed: int, check: object, kind: Kind
 @pytest.mark.parametrize("check", PARTS, ids=lambda f: f.__name__)
 def test_parts_on_eight(gpu_ranks: RankPool, seed: int, check: object, kind: Kind) -> None:
     gpu_ranks.run(on_device, check, kind, seed, world=8)
+
+
+@pytest.mark.gpun(4)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", [c for c in launches.FUSED_CASES if c.world == 4], ids=str)
+def test_launches_on_four(gpu_ranks: RankPool, seed: int, case: Case, dtype: torch.dtype) -> None:
+    """Path "fused": each pass one launch."""
+    gpu_ranks.run(on_device, launches.check_fused, case, seed, dtype, world=4)
+
+
+@pytest.mark.gpun(8)
+@pytest.mark.parametrize("case", [c for c in launches.FUSED_CASES if c.world == 8], ids=str)
+def test_launches_on_eight(gpu_ranks: RankPool, seed: int, case: Case) -> None:
+    gpu_ranks.run(on_device, launches.check_fused, case, seed, torch.bfloat16, world=8)
+
+
+@pytest.mark.gpun(4)
+def test_launches_in_all_ways(gpu_ranks: RankPool, seed: int) -> None:
+    gpu_ranks.run(on_device, launches.check_fused_ways, launches.FUSED_CASES[0], seed, world=4)
