@@ -44,19 +44,21 @@ class FragmentReader {
 
   __device__ __forceinline__ void read(Fragments& f, uint32_t stage, int k_step) const {
 #pragma unroll
-    for (int i = 0; i < kFragments; ++i) {
-      if constexpr (kByLdmatrix) {
-        load_matrix_x4<Matrix::kTransposed>(
-            f[i], stage + address_[Matrix::address_index(i, k_step)] + Matrix::address_bias(i, k_step));
-      } else if constexpr (kElement == Element::kFp32) {
-        read_plain(f[i], stage, i, k_step);
-      } else {
-        read_lanes(f[i], stage, i, k_step);
-      }
-      if constexpr (kElement == Element::kTf32) {
+    for (int i = 0; i < kFragments; ++i) read(f, stage, k_step, i);
+  }
+  // The i-th alone.
+  __device__ __forceinline__ void read(Fragments& f, uint32_t stage, int k_step, int i) const {
+    if constexpr (kByLdmatrix) {
+      load_matrix_x4<Matrix::kTransposed>(
+          f[i], stage + address_[Matrix::address_index(i, k_step)] + Matrix::address_bias(i, k_step));
+    } else if constexpr (kElement == Element::kFp32) {
+      read_plain(f[i], stage, i, k_step);
+    } else {
+      read_lanes(f[i], stage, i, k_step);
+    }
+    if constexpr (kElement == Element::kTf32) {
 #pragma unroll
-        for (int r = 0; r < 4; ++r) f[i][r] = round_tf32(f[i][r]);
-      }
+      for (int r = 0; r < 4; ++r) f[i][r] = round_tf32(f[i][r]);
     }
   }
 

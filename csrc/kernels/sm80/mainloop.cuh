@@ -2,7 +2,8 @@
 //
 // A ring of kStages shared-memory stages is filled by cp.async, kStages - 1 of them ahead; fragments
 // are read one K step ahead into a second set of registers, so that the tensor cores need not wait for
-// either.
+// either. In pairs (Tile::kInPairs) both sets are multiplied at once, and read again as they become free:
+// while a warp waits for its own, another one multiplies.
 #pragma once
 
 #include "kernels/sm80/fragments.cuh"
@@ -74,39 +75,70 @@ __device__ __forceinline__ void mainloop(Accumulators<Tile>& acc, const GemmPara
     write += Tile::kStageBytes;
     if (write == end) write = stages;
   };
-  cp_async_wait<Tile::kStages - 2>();
-  __syncthreads();
-
   uint32_t read = stages;
+  // The next stage is complete for this thread, after the barrier for all; and all have read the one before
+  // it, which is loaded next.
+  const auto wait_for_stage = [&] {
+    cp_async_wait<Tile::kStages - 2>();
+    __syncthreads();
+  };
+  const auto advance = [&] {
+    wait_for_stage();
+    read += Tile::kStageBytes;
+    if (read == end) read = stages;
+  };
+  wait_for_stage();
+
   typename ReaderA::Fragments fa[2];
   typename ReaderB::Fragments fb[2];
   reader_a.read(fa[0], read, 0);
   reader_b.read(fb[0], read + Tile::kBytesA, 0);
 
+  constexpr int kSteps = Tile::kKSteps;
+  // After the last stage a stale stage is read, into registers that nobody uses.
+  if constexpr (Tile::kInPairs && kHasPairs) {
+    reader_a.read(fa[1], read, 1);
+    reader_b.read(fb[1], read + Tile::kBytesA, 1);
 #pragma unroll 1
-  for (int left = count; left > 0; --left) {
+    for (int left = count; left > 0; --left) {
 #pragma unroll
-    for (int step = 0; step < Tile::kKSteps; ++step) {
-      if (step == Tile::kKSteps - 1) {
-        // The next stage is complete for this thread, after the barrier for all; and all have read this one,
-        // which is loaded next.
-        cp_async_wait<Tile::kStages - 2>();
-        __syncthreads();
-        read += Tile::kStageBytes;
-        if (read == end) read = stages;
-      }
-      // After the last stage this reads a stale stage into registers that nobody uses.
-      constexpr int kSteps = Tile::kKSteps;
-      reader_a.read(fa[(step + 1) % 2], read, (step + 1) % kSteps);
-      reader_b.read(fb[(step + 1) % 2], read + Tile::kBytesA, (step + 1) % kSteps);
-      if (!kAmong) load_next(step, left);
+      for (int step = 0; step < kSteps; step += 2) {
+        if (step == kSteps - 2) advance();
+        const int next = (step + 2) % kSteps;
 #pragma unroll
-      for (int i = 0; i < Tile::kFragmentsM; ++i) {
+        for (int i = 0; i < Tile::kFragmentsM; ++i) {
 #pragma unroll
-        for (int j = 0; j < Tile::kFragmentsN; ++j) {
-          multiply<Tile::kElement>(acc[i][j], fa[step % 2][i], fb[step % 2][j / 2], j % 2);
+          for (int j = 0; j < Tile::kFragmentsN; ++j) {
+            mma<Tile::kElement>(acc[i][j], fa[0][i], fa[1][i], fb[0][j / 2][j % 2], fb[1][j / 2][j % 2]);
+          }
+          reader_a.read(fa[0], read, next, i);
+          reader_a.read(fa[1], read, next + 1, i);
+          if (i == 0) {
+            load_next(step, left);
+            load_next(step + 1, left);
+          }
         }
-        if (kAmong && i == 0) load_next(step, left);
+        reader_b.read(fb[0], read + Tile::kBytesA, next);
+        reader_b.read(fb[1], read + Tile::kBytesA, next + 1);
+      }
+    }
+  } else {
+#pragma unroll 1
+    for (int left = count; left > 0; --left) {
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        if (step == kSteps - 1) advance();
+        reader_a.read(fa[(step + 1) % 2], read, (step + 1) % kSteps);
+        reader_b.read(fb[(step + 1) % 2], read + Tile::kBytesA, (step + 1) % kSteps);
+        if (!kAmong) load_next(step, left);
+#pragma unroll
+        for (int i = 0; i < Tile::kFragmentsM; ++i) {
+#pragma unroll
+          for (int j = 0; j < Tile::kFragmentsN; ++j) {
+            multiply<Tile::kElement>(acc[i][j], fa[step % 2][i], fb[step % 2][j / 2], j % 2);
+          }
+          if (kAmong && i == 0) load_next(step, left);
+        }
       }
     }
   }

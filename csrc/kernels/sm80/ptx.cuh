@@ -166,6 +166,27 @@ __device__ __forceinline__ void mma(double (&d)[4], const double (&a)[2], double
 #endif
 }
 
+// The same for two blocks of K, one behind the other: one instruction, of Hopper.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr bool kHasPairs = false;
+#else
+constexpr bool kHasPairs = true;
+#endif
+template <Element kElement>
+__device__ __forceinline__ void mma(double (&d)[4], const double (&a0)[2], const double (&a1)[2], double b0,
+                                    double b1) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "mma.sync.aligned.m16n8k8.row.col.f64.f64.f64.f64 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, "
+      "%1, %2, %3};"
+      : "+d"(d[0]), "+d"(d[1]), "+d"(d[2]), "+d"(d[3])
+      : "d"(a0[0]), "d"(a0[1]), "d"(a1[0]), "d"(a1[1]), "d"(b0), "d"(b1));
+#else
+  mma<kElement>(d, a0, b0);
+  mma<kElement>(d, a1, b1);
+#endif
+}
+
 // Two floats rounded to nearest even; lo goes to the lower half.
 __device__ __forceinline__ uint32_t pack_bf16(float lo, float hi) {
   uint32_t r;

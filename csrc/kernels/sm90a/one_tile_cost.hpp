@@ -60,7 +60,7 @@ struct OneTileCost {
 
 inline constexpr OneTileCost kCostOneTile{
     1.508, 0.1284, 0.03271, 0.0008981, 0.2484, 1.73e-5, 1.826e-5, 7.375e5, 0.309, 5.12e7,  8.282e6, 3.827,
-    2.146, 1.116,  0.1533,  1.054,     1.61,   1.416,   1.351,    0.1756,  3.175, 4.909e6, 0.3,     0.15};
+    2.146, 1.116,  0.1533,  1.054,     1.61,   1.416,   1.351,    0.1756,  3.175, 4.909e6, 0.1,     0.2};
 
 inline double log2_of(int32_t power) { return std::countr_zero(static_cast<uint32_t>(power)); }
 

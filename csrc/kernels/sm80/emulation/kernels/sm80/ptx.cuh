@@ -163,4 +163,11 @@ void mma(double (&d)[4], const double (&a)[2], double b) {
   multiply_blocks<4>(d);
 }
 
+constexpr bool kHasPairs = true;
+template <Element kElement>
+void mma(double (&d)[4], const double (&a0)[2], const double (&a1)[2], double b0, double b1) {
+  mma<kElement>(d, a0, b0);
+  mma<kElement>(d, a1, b1);
+}
+
 }  // namespace tpk::sm80
