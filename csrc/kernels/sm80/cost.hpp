@@ -45,16 +45,15 @@ constexpr TileCost kHalfHopper[] = {
     {0.62, 0.62, 4.8, 1.0, 2.5}, {0.42, 0.335, 3.6, 1.0, 1.5}, {0.156, 0.108, 0.8, 0.2, 0.6}};
 constexpr TileCost kTf32Hopper[] = {{0.67, 0.67, 4.8, 1.0, 2.5}, {0.215, 0.13, 0.8, 0.2, 0.6}};
 constexpr TileCost kFp32Hopper[] = {{1.67, 1.67, 5.0, 1.0, 1.5}, {0.525, 0.44, 0.8, 0.2, 0.6}};
-// Fitted on an H200, in graphs, operands in memory: to 18,700 plans of 890 products of the sweep's domain
-// that take up to 5 ms, most of them up to 300 us, in short bursts, and to the long plans of 180 products one
-// behind the other; those of the tiles that multiply in pairs as long as these made them. By what the choice
-// among them loses (2.0 % in the mean; on a quarter of them that a fit had not seen 2.2 %), and by the times
-// of those within half of the fastest. 128x128 takes less power than two CTAs of 128x64: under a full load it
-// is the fastest by 6 to 15 %, in bursts it was not.
-constexpr TileCost kFp64Hopper[] = {{1.024, 0.992, 0.02, 4.62, 2.87}, {0.601, 0.601, 1.97, 0.12, 2.65},
-                                    {0.566, 0.566, 0.74, 0.87, 2.24}, {0.266, 0.266, 1.97, 0.02, 1.07},
-                                    {0.341, 0.341, 0.70, 0.26, 1.99}, {0.255, 0.193, 0.84, 0.37, 0.69},
-                                    {0.460, 0.168, 0.82, 0.02, 0.39}, {0.221, 0.125, 0.02, 0.10, 0.48}};
+// Fitted to 18,700 plans of 890 products of the sweep's domain that take up to 5 ms, most of them up to 300
+// us, on an H200, in graphs, operands in memory: by what the choice among them loses (2.2 % in the mean; on a
+// quarter of them that a fit had not seen 2.5 %) and by the times of those within half of the fastest. Then
+// 128x128 by long plans of 180 products one behind the other, since it takes less power than two CTAs of
+// 128x64: in bursts it is no faster, under a full load by 6 to 15 %.
+constexpr TileCost kFp64Hopper[] = {{1.02, 0.99, 0.02, 4.62, 2.87},   {0.610, 0.518, 0.59, 0.87, 3.47},
+                                    {0.583, 0.530, 0.02, 1.44, 2.18}, {0.261, 0.261, 2.30, 0.02, 0.98},
+                                    {0.332, 0.332, 0.81, 0.29, 2.22}, {0.252, 0.189, 0.87, 0.41, 0.68},
+                                    {0.453, 0.165, 0.86, 0.02, 0.39}, {0.220, 0.124, 0.04, 0.11, 0.48}};
 
 static_assert(std::size(kHalfHopper) == std::size(HalfTiles<Element::kBf16>::kFacts) &&
                   std::size(kTf32Hopper) == std::size(Tf32Tiles::kFacts) &&
