@@ -155,7 +155,7 @@ def test_many_pairs_are_put_side_by_side_by_copies():
     one, most = Call(SCATTER, (2048,) * 4, 4096, 4096), choice.MOST_PAIRS
     few, many = (choice.choose(one._replace(pairs=pairs), MACHINE).fused_us for pairs in (most, most + 1))
     assert many > few == choice.choose(one, MACHINE).fused_us
-    header = Path(__file__).parents[2] / "csrc/kernels/gemm_call.hpp"
+    header = Path(__file__).parents[2] / "csrc/kernels/gemm_hooks.hpp"
     assert f"kMaxPairs = {most};" in header.read_text()
 
 

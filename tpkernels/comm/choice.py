@@ -23,7 +23,7 @@ from tpkernels.errors import ArgumentError
 
 GATHER, SCATTER, SUM = OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 MARGIN = 0.97  # fused is taken where it should need less than this part of the other's time: a prediction is no promise
-MOST_PAIRS = 4  # of factors that a product takes in one go: kMaxPairs of csrc/kernels/gemm_call.hpp
+MOST_PAIRS = 4  # of factors that a product takes in one go: kMaxPairs of csrc/kernels/gemm_hooks.hpp
 _FLAT = 256 << 10
 
 Points = tuple[tuple[float, float], ...]
