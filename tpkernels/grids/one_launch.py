@@ -24,21 +24,21 @@ from tpkernels.grids.stationary import stationary
 
 __all__ = ["Owners", "multiply", "one_launch_missing", "owners"]
 
-Owner = tuple[int, ...]
+Table = tuple[tuple[int, ...], ...]  # [position][step]: whose block that rank takes then
 
 
 class Owners(NamedTuple):
-    """By position and step: whose left, and whose right block is multiplied."""
+    """Whose left, and whose right block each rank multiplies at each step."""
 
-    left: tuple[Owner, ...]
-    right: tuple[Owner, ...]
+    left: Table
+    right: Table
 
 
 @lru_cache(maxsize=256)
 def owners(method: Method, kind: Pass) -> Owners:
     """Of a method whose results stay: the nearest of those that have the block."""
 
-    def table(operand: str) -> tuple[Owner, ...]:
+    def table(operand: str) -> Table:
         steps = [
             {m.target: m.source for m in messages(method.home(operand), method.layout(kind, operand, step))}
             for step in range(method.steps)
@@ -97,7 +97,7 @@ def multiply(
     )
 
 
-def _of_ranks(table: tuple[Owner, ...], grid: ProcessGrid) -> list[list[int]]:
+def _of_ranks(table: Table, grid: ProcessGrid) -> list[list[int]]:
     """By rank of the group, in ranks of the group."""
     positions = sorted(range(len(table)), key=lambda position: grid.members[position])
     return [[grid.members[owner] for owner in table[position]] for position in positions]
