@@ -25,7 +25,7 @@ class Rank {
         fork_(4 + o_.ctas),
         computed_(1 + o_.ctas),
         joined_(4),
-        own_(kMostShardRows),
+        own_(2 * kMostExtent),
         out_(kMostShardRows),
         send_(static_cast<size_t>(o_.world) * kMostShardRows) {
     threads_.emplace_back([this] { run_main(); });
@@ -34,12 +34,6 @@ class Rank {
   }
 
  private:
-  struct Tile {
-    int64_t begin;
-    int64_t end;
-    int owner;  // of a scatter's
-  };
-
   bool mutated(Mutation mutation) const { return o_.mutation == mutation; }
   bool stops(Stop stop) const { return o_.stop == stop && o_.stop_rank == rank_ && o_.stop_call == index_; }
   const Page& page(int rank) const { return g_.pages[static_cast<int>(call_.kind)][rank]; }
@@ -65,13 +59,14 @@ class Rank {
       fork_.arrive_and_wait();
       if (mutated(Mutation::kEnterBeforeRead)) say_next();
       computed_.arrive_and_wait();
-      if (call_.kind == Kind::kSum && !failed_.load() && !stops(Stop::kProduct) && !stops(Stop::kPushes))
-        collect(random);
+      const bool stops_now = stops(Stop::kProduct) || stops(Stop::kPushes);
+      if (call_.kind == Kind::kSum && !failed_.load() && !stops_now) collect(random);
+      // What was read is gone. Rows that nobody waited for may still be on their way.
+      if (call_.reads && !failed_.load() && !stops_now)
+        std::fill_n(buffer(rank_), buffer_rows(o_.world), kPoison);
       if (mutated(Mutation::kEnterBeforeJoin)) say_next();
       joined_.arrive_and_wait();
       if (failed_.load() || stops(Stop::kPushes)) break;
-      // What was read is gone. Rows that nobody waited for may still be on their way.
-      if (call_.reads) std::fill_n(buffer(rank_), 2 * o_.world * kMostShardRows, kPoison);
       std::fill(own_.begin(), own_.end(), kPoison);
       std::fill(out_.begin(), out_.end(), kPoison);
       std::fill(send_.begin(), send_.end(), kPoison);
@@ -84,7 +79,10 @@ class Rank {
   bool begin_call(Random& random) {
     if (stops(Stop::kBeforeEnter) || (o_.ends_when_wrong && g_.wrong.load() != 0)) return false;
     call_ = make_call(o_, index_);
-    for (int64_t row = 0; row < call_.rows[rank_]; ++row) own_[row] = value_of(index_, rank_, row);
+    const bool of_blocks = call_.kind == Kind::kBlocks;
+    if (of_blocks) arrival_ = blocks::arrival_of(call_.factors.holders, call_.factors.cut, rank_);
+    const int64_t rows = of_blocks ? 2 * kMostExtent : call_.rows[rank_];
+    for (int64_t row = 0; row < rows; ++row) own_[row] = value_of(index_, rank_, row);
     plan_tiles();
     pause(random, true);
     Missed missed;
@@ -106,30 +104,12 @@ class Rank {
 
   const Page* pages() const { return g_.pages[static_cast<int>(call_.kind)].data(); }
 
-  // Gather: rows of M in the order in which they arrive. Scatter, sum: chunk after chunk.
   void plan_tiles() {
     tiles_.clear();
     next_tile_.store(0, std::memory_order_relaxed);
     if (stops(Stop::kProduct) || !call_.reads) return;
-    const ChunkList& chunks = call_.chunks;
-    order_ = leaving_order(chunks, rank_, o_.world, call_.kind == Kind::kSum);
-    if (call_.kind != Kind::kGather) {
-      for (const int32_t c : order_) {
-        const int owner = chunks.owner(c);
-        const int64_t end = chunks.row_end[c] - call_.begin(owner);
-        for (int64_t at = chunks.begin(c) - call_.begin(owner); at < end; at += kTileRows) {
-          tiles_.push_back({at, min64(at + kTileRows, end), owner});
-        }
-      }
-      return;
-    }
-    const int64_t total = chunks.count == 0 ? 0 : chunks.row_end[chunks.count - 1];
-    const int64_t count = ceil_div(total, kTileRows);
-    const int64_t start = ceil_div(call_.begin(rank_), kTileRows);
-    for (int64_t t = 0; t < count; ++t) {
-      const int64_t at = (start + t) % count * kTileRows;
-      tiles_.push_back({at, min64(at + kTileRows, total), 0});
-    }
+    order_ = leaving_order(call_.chunks, rank_, o_.world, call_.kind == Kind::kSum);
+    tiles_ = make_tiles(call_, rank_, order_);
   }
 
   // ---- The copy engine: a thread for each stream, which does what is enqueued on it.
@@ -167,6 +147,17 @@ class Rank {
       }
       raise(peer, index);
     }
+    void push(const blocks::Push& p) {
+      if (!mine()) return;
+      const BlockCall& f = r.call_.factors;
+      const auto peer = static_cast<int>(p.peer);
+      const auto index = static_cast<int>(f.cut.word(p.side, p.slot, p.block));
+      const int64_t begin = p.block * f.cut.extent[p.side];
+      const int64_t end = min64(begin + f.cut.extent[p.side], f.extent[p.side]);
+      move(peer, index, r.buffer(peer) + f.slot(p.side, p.slot) + begin,
+           r.own_.data() + p.side * kMostExtent + begin, end - begin);
+      raise(peer, index);
+    }
     bool take_bell(int chunk) {
       if (!mine()) return true;
       if (r.mutated(Mutation::kSendBeforeBell)) return true;
@@ -198,6 +189,9 @@ class Rank {
       if (stops(Stop::kPushes)) {
       } else if (call_.kind == Kind::kGather) {
         push_gather(engine, call_.chunks, rank_, o_.world);
+      } else if (call_.kind == Kind::kBlocks) {
+        for (const auto& p : blocks::pushes_of(call_.factors.holders, call_.factors.cut, rank_))
+          engine.push(p);
       } else if (!push_scatter(engine, call_.chunks, order_, rank_, call_.kind == Kind::kSum)) {
         fail("engine", engine.missed);
       }
@@ -214,13 +208,15 @@ class Rank {
       if (ends_) return;
       const uint32_t epoch = epoch_of(memory_, page(rank_));
       const auto count = static_cast<int>(tiles_.size());
+      uint32_t seen = 0;  // blocks: words, a bit each
       Missed missed;
       for (int t; (t = next_tile_.fetch_add(1, std::memory_order_relaxed)) < count;) {
         pause(random);
         const Tile& tile = tiles_[t];
-        const bool done = call_.kind == Kind::kGather ? gathered(tile, epoch, random, &missed)
-                          : tile.owner == rank_       ? reduced(tile, epoch, random, &missed)
-                                                      : sent(tile, random);
+        const bool done = call_.kind == Kind::kGather   ? gathered(tile, epoch, random, &missed)
+                          : call_.kind == Kind::kBlocks ? multiplied(tile, epoch, random, &seen, &missed)
+                          : tile.owner == rank_         ? reduced(tile, epoch, random, &missed)
+                                                        : sent(tile, random);
         if (done) continue;
         fail("cta", missed);
         break;
@@ -250,6 +246,44 @@ class Rank {
                value_of(index_, sender, row - first));
       }
       g_.rows_read.fetch_add(end - begin, std::memory_order_relaxed);
+    }
+    return true;
+  }
+
+  bool multiplied(const Tile& tile, uint32_t epoch, Random& random, uint32_t* seen, Missed* missed) {
+    const BlockCall& f = call_.factors;
+    const int64_t begin[] = {tile.begin, tile.first_column};
+    const int64_t end[] = {tile.end, tile.end_column};
+    for (int64_t step = tile.first_step; step < tile.end_step; ++step) {
+      for (const blocks::Side side : {blocks::kLeft, blocks::kRight}) {
+        if (!blocks_are_here(side, step, begin[side], epoch, seen, missed)) return false;
+      }
+      pause(random);
+      for (const blocks::Side side : {blocks::kLeft, blocks::kRight}) {
+        const int64_t slot = f.holders.slot(side, rank_, step);
+        const int64_t first = side * kMostExtent;
+        const uint32_t* const from = slot < 0 ? &own_[first] : buffer(rank_) + f.slot(side, slot);
+        const auto owner = static_cast<int>(f.holders.at(side, rank_, step));
+        for (int64_t row = begin[side]; row < end[side]; ++row) {
+          expect(from[row], value_of(index_, owner, first + row));
+        }
+        g_.rows_read.fetch_add(end[side] - begin[side], std::memory_order_relaxed);
+      }
+    }
+    return true;
+  }
+
+  // What wait_for_blocks of the kernel does, for one side.
+  bool blocks_are_here(blocks::Side side, int64_t step, int64_t begin, uint32_t epoch, uint32_t* seen,
+                       Missed* missed) const {
+    const int64_t extent = side == blocks::kLeft ? kTileRows : kTileColumns;
+    BlockWords words = block_words(arrival_, side, static_cast<int>(step), static_cast<int32_t>(begin),
+                                   static_cast<int32_t>(extent));
+    if (mutated(Mutation::kFirstBlockOnly)) words.end = std::min(words.end, words.begin + 1);
+    for (int word = words.begin; word < words.end; ++word) {
+      if ((*seen >> word & 1) != 0) continue;
+      if (!arrived(word, sender_of_block(arrival_, word), epoch, missed)) return false;
+      *seen |= 1u << word;
     }
     return true;
   }
@@ -344,8 +378,9 @@ class Rank {
   Call call_;
   std::vector<int32_t> order_;  // of chunks that leave
   std::vector<Tile> tiles_;
+  BlockArrival arrival_;
   std::atomic<int> next_tile_{0};
-  std::vector<uint32_t> own_;   // the user's tensor of a gather
+  std::vector<uint32_t> own_;   // the user's tensor of a gather, or left and right factor
   std::vector<uint32_t> out_;   // own rows of the result
   std::vector<uint32_t> send_;  // of a scatter, by owner
   std::atomic<bool> failed_{false};

@@ -1,5 +1,5 @@
-// Factors in blocks on many ranks: every block that a rank waits for is sent to it once, by whom it belongs to,
-// into a slot and under a word of its own; first what is needed first.
+// Factors in blocks on many ranks: every block that a rank waits for is sent to it once, by whom it belongs
+// to, into a slot and under a word of its own; first what is needed first.
 #include <map>
 #include <random>
 #include <set>
@@ -7,8 +7,8 @@
 #include <tuple>
 #include <vector>
 
+#include "block_tables.hpp"
 #include "check.hpp"
-#include "ops/block_pushes.hpp"
 
 namespace {
 
@@ -57,21 +57,6 @@ void check(const Holders& h, int64_t m, int64_t n, int64_t k, const std::string&
   }
 }
 
-// 2-D, results stay: rank (r, c) multiplies left (r, s) by right (c, s).
-Holders square(int64_t q) {
-  std::vector<int64_t> left;
-  std::vector<int64_t> right;
-  for (int64_t r = 0; r < q; ++r) {
-    for (int64_t c = 0; c < q; ++c) {
-      for (int64_t t = 0; t < q; ++t) {
-        left.push_back(r * q + (r + c + t) % q);
-        right.push_back(c * q + (r + c + t) % q);
-      }
-    }
-  }
-  return make_holders(q * q, left, right);
-}
-
 bool refuses(int64_t world, const std::vector<int64_t>& left, const std::vector<int64_t>& right) {
   try {
     (void)make_holders(world, left, right);
@@ -93,31 +78,25 @@ int main() {
       const int64_t m = draw(1, 20000);
       const int64_t n = draw(1, 20000);
       const int64_t k = draw(1, 20000);
-      check(square(q), m, n, k,
+      check(blocks::test::of_squares(q * q), m, n, k,
             "q " + std::to_string(q) + ", " + std::to_string(m) + "x" + std::to_string(n) + "x" +
                 std::to_string(k));
     }
   }
   for (int i = 0; i < 500; ++i) {
     const int64_t world = draw(1, kMaxRanks);
-    const int64_t steps = draw(1, kMaxPairs);
-    std::vector<int64_t> left;
-    std::vector<int64_t> right;
-    for (int64_t j = 0; j < world * steps; ++j) {
-      left.push_back(draw(0, world - 1));
-      right.push_back(draw(0, world - 1));
-    }
-    check(make_holders(world, left, right), draw(1, 9000), draw(1, 9000), draw(1, 9000),
+    check(blocks::test::at_random(world, random), draw(1, 9000), draw(1, 9000), draw(1, 9000),
           "random tables, " + std::to_string(i));
   }
   // Large factors come in several blocks, of the side of which more comes; small ones in one.
-  const Cut large = cut_blocks(square(2), 2048, 8192, 4096, 2);
+  const Holders square = blocks::test::of_squares(4);
+  const Cut large = cut_blocks(square, 2048, 8192, 4096, 2);
   TPK_CHECK(large.by_columns && large.blocks[kRight] == 8 && large.blocks[kLeft] == 1, "large");
-  TPK_CHECK(cut_blocks(square(2), 128, 256, 512, 2).blocks[kRight] == 1, "small");
+  TPK_CHECK(cut_blocks(square, 128, 256, 512, 2).blocks[kRight] == 1, "small");
   TPK_CHECK(refuses(2, {0, 1, 0}, {0, 1, 0}), "no whole rows");
   TPK_CHECK(refuses(2, {0, 1}, {0, 1, 0, 1}), "unequal");
   TPK_CHECK(refuses(2, {0, 2}, {0, 1}), "no such rank");
   TPK_CHECK(refuses(17, std::vector<int64_t>(17, 0), std::vector<int64_t>(17, 0)), "too many ranks");
   TPK_CHECK(refuses(1, {0, 0, 0, 0, 0}, {0, 0, 0, 0, 0}), "too many steps");
-  return test::result("block pushes", cases);
+  return tpk::test::result("block pushes", cases);
 }

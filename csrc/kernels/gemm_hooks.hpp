@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "host/macros.hpp"
 #include "kernels/gemm_types.hpp"
 
 namespace tpk {
@@ -62,6 +63,34 @@ struct BlockArrival {
   bool by_columns =
       false;  // blocks of b are what comes one after the other: tiles are taken column by column
 };
+
+// The words [begin, end) of the blocks that `extent` rows of an a, columns of a b, from `begin` on lie in,
+// for the factor of that pair. None where all of it was there before.
+struct BlockWords {
+  int32_t begin = 0;
+  int32_t end = 0;
+};
+
+TPK_HD BlockWords block_words(const BlockArrival& h, int side, int pair, int32_t begin, int32_t extent) {
+  int32_t word = h.first[side][pair];
+  if (word < 0) return {};
+  const int32_t end_word = word + h.count[side];
+  for (; begin >= h.extent[side]; begin -= h.extent[side]) ++word;
+  BlockWords words{word, word};
+  for (begin += extent; begin > 0 && words.end < end_word; begin -= h.extent[side]) ++words.end;
+  return words;
+}
+
+// Who raises a word; -1: nobody.
+TPK_HD int sender_of_block(const BlockArrival& h, int word) {
+  int rank = -1;
+  for (int i = 0; i < 2 * kMaxPairs; ++i) {
+    const int side = i / kMaxPairs;
+    const int first = h.first[side][i % kMaxPairs];
+    if (first >= 0 && word >= first && word < first + h.count[side]) rank = h.from[side][i % kMaxPairs];
+  }
+  return rank;
+}
 
 // Departure: rows of the result that belong to other ranks go, rounded, to `others` [M, N]; the call's out,
 // and residual, are the own rows alone, [own rows, N], and only they are finished: the sum over ranks in

@@ -93,7 +93,8 @@ constexpr int64_t kMostBlocksOfFactor = 8;
 constexpr int64_t kBlockUnit = 256;  // blocks end where tiles do
 
 // Of factors [m, k] and [k, n] in elements of so many bytes.
-inline Cut cut_blocks(const Holders& holders, int64_t m, int64_t n, int64_t k, int64_t bytes) {
+inline Cut cut_blocks(const Holders& holders, int64_t m, int64_t n, int64_t k, int64_t bytes,
+                      int64_t least_bytes = kLeastBlockBytes) {
   Cut cut;
   const int64_t extents[2] = {m, n};
   for (const Side side : {kLeft, kRight}) {
@@ -107,10 +108,26 @@ inline Cut cut_blocks(const Holders& holders, int64_t m, int64_t n, int64_t k, i
   const int64_t words = (kMaxBlocks - cut.slots[other]) / cut.slots[side];
   const int64_t units = ceil_div(cut.extent[side], kBlockUnit);
   const int64_t count =
-      min64(min64(words, kMostBlocksOfFactor), min64(units, cut.extent[side] * k * bytes / kLeastBlockBytes));
+      min64(min64(words, kMostBlocksOfFactor), min64(units, cut.extent[side] * k * bytes / least_bytes));
   cut.extent[side] = min64(cut.extent[side], ceil_div(units, max64(1, count)) * kBlockUnit);
   cut.blocks[side] = ceil_div(extents[side], cut.extent[side]);
   return cut;
+}
+
+// What the product of a rank is told, but for where the words are.
+inline BlockArrival arrival_of(const Holders& holders, const Cut& cut, int64_t rank) {
+  BlockArrival h;
+  h.by_columns = cut.by_columns;
+  for (const Side side : {kLeft, kRight}) {
+    h.extent[side] = static_cast<int32_t>(cut.extent[side]);
+    h.count[side] = static_cast<int32_t>(cut.blocks[side]);
+    for (int64_t s = 0; s < holders.steps; ++s) {
+      const int64_t slot = holders.slot(side, rank, s);
+      h.first[side][s] = slot < 0 ? -1 : static_cast<int32_t>(cut.word(side, slot, 0));
+      h.from[side][s] = static_cast<int32_t>(holders.at(side, rank, s));
+    }
+  }
+  return h;
 }
 
 // A block of this rank's factor on its way to `peer`.

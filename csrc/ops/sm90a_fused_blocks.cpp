@@ -101,23 +101,6 @@ void set_pairs(GemmCall& c, const Holders& holders, const Factor (&factors)[2], 
   c.num_more = static_cast<int>(holders.steps) - 1;
 }
 
-tpk::BlockArrival arrival_of(const Holders& holders, const Cut& cut, const Group& g) {
-  tpk::BlockArrival h;
-  h.flags = g.mine().arrived(0);
-  h.epoch = g.mine().epoch();
-  h.by_columns = cut.by_columns;
-  for (const Side side : {tpk::blocks::kLeft, tpk::blocks::kRight}) {
-    h.extent[side] = static_cast<int32_t>(cut.extent[side]);
-    h.count[side] = static_cast<int32_t>(cut.blocks[side]);
-    for (int64_t s = 0; s < holders.steps; ++s) {
-      const int64_t slot = holders.slot(side, g.rank(), s);
-      h.first[side][s] = slot < 0 ? -1 : static_cast<int32_t>(cut.word(side, slot, 0));
-      h.from[side][s] = static_cast<int32_t>(holders.at(side, g.rank(), s));
-    }
-  }
-  return h;
-}
-
 void fused_block_matmul(const Tensor& left, const Tensor& right, bool left_sums_rows, bool right_sums_rows,
                         const std::vector<int64_t>& left_from, const std::vector<int64_t>& right_from,
                         const std::optional<Tensor>& bias, const Tensor& out, int64_t rank,
@@ -151,7 +134,9 @@ void fused_block_matmul(const Tensor& left, const Tensor& right, bool left_sums_
   check_matrix(kOp, "out", out, m, n);
 
   GemmHooks hooks;
-  hooks.blocks = arrival_of(holders, cut, g);
+  hooks.blocks = tpk::blocks::arrival_of(holders, cut, rank);
+  hooks.blocks.flags = g.mine().arrived(0);
+  hooks.blocks.epoch = g.mine().epoch();
   GemmCall c;
   c.problem = {m, n, k, 1};
   c.element = tpk::ops::element_of(kOp, left);

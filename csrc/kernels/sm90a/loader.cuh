@@ -83,16 +83,6 @@ __device__ __forceinline__ void wait_for_chunks(const GemmParams& p, int m, int 
   here.end = apart ? last : max(last, here.end);
 }
 
-__device__ __forceinline__ int sender_of_block(const BlockArrival& h, int word) {
-  int rank = -1;
-  for (int i = 0; i < 2 * kMaxPairs; ++i) {
-    const int side = i / kMaxPairs;
-    const int first = h.first[side][i % kMaxPairs];
-    if (first >= 0 && word >= first && word < first + h.count[side]) rank = h.from[side][i % kMaxPairs];
-  }
-  return rank;
-}
-
 // Waits for the blocks that a tile reads of the pair that has k: rows [m, m + rows), columns [n, n +
 // columns). The thread has few registers: nothing is kept that can be looked up again.
 __device__ __forceinline__ void wait_for_blocks(const GemmParams& p, int m, int rows, int n, int columns,
@@ -101,13 +91,9 @@ __device__ __forceinline__ void wait_for_blocks(const GemmParams& p, int m, int 
   const BlockArrival& h = p.hooks.blocks;
 #pragma unroll 1
   for (int side = 0; side < 2; ++side) {
-    int word = h.first[side][pair_run(p.pair_ends, k, k + 1).pair];
-    if (word < 0) continue;
-    const int end_word = word + h.count[side];
-    int begin = side == 0 ? m : n;  // of the tile, counted from the block of `word`
-    for (; begin >= h.extent[side]; begin -= h.extent[side]) ++word;
-    begin += side == 0 ? rows : columns;
-    for (; begin > 0 && word < end_word; begin -= h.extent[side], ++word) {
+    const int pair = pair_run(p.pair_ends, k, k + 1).pair;
+    const BlockWords words = block_words(h, side, pair, side == 0 ? m : n, side == 0 ? rows : columns);
+    for (int word = words.begin; word < words.end; ++word) {
       if ((here.begin >> word & 1) != 0) continue;
       wait_or_fail<comm::Scope::kSys>(h.flags + word, here.epoch, {p.timeout_ns, p.fault}, FaultKind::kBlock,
                                       word, k, [&] { return sender_of_block(p.hooks.blocks, word); });
