@@ -134,3 +134,23 @@ def check_refused(ctx: RankContext) -> None:
     layer = grids.Linear2p5D(16, 16, depth=2, group=ctx.group, path="fused", dtype=torch.bfloat16)
     with pytest.raises(BackendError, match="it is made of CUDA kernels, and the tensors are on cpu"):
         layer(x)
+
+
+def check_block(ctx: RankContext, method: str, seed: int) -> None:
+    """A transformer block, forward and backward, beside the same one by messages."""
+    on = grids.GridStrategy(method, group=ctx.group)
+    torch.manual_seed(seed)
+    x, dy = torch.randn(2, 4, 6, 64, dtype=torch.bfloat16).unbind()
+    made: list[list[Tensor]] = []
+    for path in ("fused", "auto"):
+        block = grids.TransformerBlock(64, 160, heads=8, on=on, path=path, dtype=torch.bfloat16, seed=3)
+        mine = grids.take_block(x, on.layout, on.grid.position).clone().requires_grad_()
+        y = block(mine)
+        y.backward(grids.take_block(dy, on.layout, on.grid.position))
+        grads = [p.grad for p in block.parameters()]
+        made.append([y.detach(), mine.grad, *(g for g in grads if g is not None)])
+        assert len(grads) == len(made[-1]) - 2
+    for one, other in zip(*made, strict=True):
+        torch.testing.assert_close(
+            one.double(), other.double(), rtol=3e-2, atol=3e-2 * float(other.abs().max())
+        )

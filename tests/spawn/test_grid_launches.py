@@ -30,3 +30,8 @@ def test_fused_ways(many_ranks: RankPool, seed: int, case: Case) -> None:
 
 def test_refused(many_ranks: RankPool) -> None:
     many_ranks.run(checks.check_refused, world=8)
+
+
+@pytest.mark.parametrize("method", ["2d", "spatial_temporal"])
+def test_fused_block(many_ranks: RankPool, seed: int, method: str) -> None:
+    many_ranks.run(on_fakes, checks.check_block, method, seed, world=4)
