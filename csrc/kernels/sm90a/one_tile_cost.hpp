@@ -15,8 +15,8 @@
 // shapes that a fit had not seen it lost as much. Times within 10 % of the fastest have an rms error of 8.3
 // %, and what features of tile, cluster and shape explain of it, linearly, is worth 0.2 %.
 //
-// crowding and deep_eight are from weights of 10 to 470 MB with 1 to 128 rows (32 products by 24 plans each, 10
-// by 424): the plan chosen loses 1.9 % there, and 5.3 % on the 32 with a crowding of 0.75, which had been
+// crowding and deep_eight are from weights of 10 to 470 MB with 1 to 128 rows (32 products by 24 plans each,
+// 10 by 424): the plan chosen loses 1.9 % there, and 5.3 % on the 32 with a crowding of 0.75, which had been
 // fitted to few plans without CTAs along K. Whether the CTAs of a launch begin at the same place along K, or
 // each at another, makes no difference.
 #pragma once
