@@ -218,7 +218,8 @@ class _Transfer:
             ) from error
 
 
-_opened: weakref.WeakKeyDictionary[dist.ProcessGroup, torch.device] = weakref.WeakKeyDictionary()
+# By group and type of device, of which a group has a backend each: whether tensors go by the host.
+_opened: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, bool]] = weakref.WeakKeyDictionary()
 
 
 def _open(grid: ProcessGrid, device: torch.device) -> torch.device:
@@ -228,13 +229,13 @@ def _open(grid: ProcessGrid, device: torch.device) -> torch.device:
     be one. Every rank of the grid comes here before its first.
     """
     group = grid.group
-    carrier = _opened.get(group.process_group)
-    if carrier is None or carrier.type not in (device.type, "cpu"):
+    by_host = _opened.setdefault(group.process_group, {})
+    if device.type not in by_host:
         transport = transport_of(group, device, "x")
         if transport == "nccl":
             dist.all_reduce(torch.zeros(1, device=device), group=group.process_group)
-        carrier = _opened[group.process_group] = torch.device("cpu") if transport == "gloo" else device
-    return carrier
+        by_host[device.type] = transport == "gloo"
+    return torch.device("cpu") if by_host[device.type] else device
 
 
 def move(
