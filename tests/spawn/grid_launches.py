@@ -9,7 +9,7 @@ import torch
 from grid_checks import Case, Dense, Problem, close, dense, make, placed, problem, total
 from torch import Tensor
 
-from tpkernels.errors import BackendError
+from tpkernels.errors import BackendError, MismatchError
 from tpkernels.grids import backward, forward, stationary
 from tpkernels.nn import grids
 from tpkernels.testing import RankContext, assert_close_tiles
@@ -154,3 +154,13 @@ def check_block(ctx: RankContext, method: str, seed: int) -> None:
         torch.testing.assert_close(
             one.double(), other.double(), rtol=3e-2, atol=3e-2 * float(other.abs().max())
         )
+
+
+def check_paths_differ(ctx: RankContext) -> None:
+    """One rank alone on path "fused" would wait for the others: TPK_CHECK=1 tells."""
+    options: dict[str, Any] = {"group": ctx.group, "dtype": torch.bfloat16}
+    x = torch.ones(4, 16, dtype=torch.bfloat16)
+    grids.Linear2D(32, 32, path="fused", **options)(x)
+    layer = grids.Linear2D(32, 32, path="fused" if ctx.rank == 1 else "auto", **options)
+    with pytest.raises(MismatchError, match="path is fused"):
+        layer(x)

@@ -35,3 +35,7 @@ def test_refused(many_ranks: RankPool) -> None:
 @pytest.mark.parametrize("method", ["2d", "spatial_temporal"])
 def test_fused_block(many_ranks: RankPool, seed: int, method: str) -> None:
     many_ranks.run(on_fakes, checks.check_block, method, seed, world=4)
+
+
+def test_paths_that_differ(many_ranks: RankPool) -> None:
+    many_ranks.run(on_fakes, checks.check_paths_differ, world=4)

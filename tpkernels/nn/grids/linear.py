@@ -226,6 +226,7 @@ class GridLinear(ParallelModule):
             "requires_grad of x": x.requires_grad,
             "requires_grad of weight and bias": [p.requires_grad for p in self.parameters()],
             "main_grad": self._sink() is not None,
+            "path is fused": self._is_fused(x),  # else it is of the local products alone
             "layer": (self.method.name, self.in_features, self.out_features, self.keep_gathered),
         }
 
