@@ -16,6 +16,7 @@ import grid_models as models
 import grid_ways as ways
 from grid_checks import Case
 from grid_models import Kind
+from hopper_gpus import hopper_gpus
 
 from tpkernels.testing import RankPool
 
@@ -33,6 +34,7 @@ LINEAR = [
     ways.check_shared_input,
     ways.check_training,
 ]
+HOPPER = hopper_gpus()[-1]  # skips where path "fused" cannot run
 PARTS = [models.check_norms, models.check_embedding, models.check_cross_entropy, models.check_block]
 
 
@@ -64,6 +66,7 @@ def test_parts_on_eight(gpu_ranks: RankPool, seed: int, check: object, kind: Kin
     gpu_ranks.run(on_device, check, kind, seed, world=8)
 
 
+@HOPPER
 @pytest.mark.gpun(4)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", [c for c in launches.FUSED_CASES if c.world == 4], ids=str)
@@ -72,12 +75,14 @@ def test_launches_on_four(gpu_ranks: RankPool, seed: int, case: Case, dtype: tor
     gpu_ranks.run(on_device, launches.check_fused, case, seed, dtype, world=4)
 
 
+@HOPPER
 @pytest.mark.gpun(8)
 @pytest.mark.parametrize("case", [c for c in launches.FUSED_CASES if c.world == 8], ids=str)
 def test_launches_on_eight(gpu_ranks: RankPool, seed: int, case: Case) -> None:
     gpu_ranks.run(on_device, launches.check_fused, case, seed, torch.bfloat16, world=8)
 
 
+@HOPPER
 @pytest.mark.gpun(4)
 def test_launches_in_all_ways(gpu_ranks: RankPool, seed: int) -> None:
     gpu_ranks.run(on_device, launches.check_fused_ways, launches.FUSED_CASES[0], seed, world=4)

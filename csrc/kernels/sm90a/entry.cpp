@@ -87,8 +87,11 @@ Operands read_operands(const GemmCall& c) {
   }
   if (c.hooks != nullptr && c.hooks->arrival.flags != nullptr && c.num_more > 0)
     throw Refusal{"a product of rows that arrive is no sum of products."};
-  if (c.hooks != nullptr && c.hooks->blocks.flags != nullptr && (c.gate.data != nullptr || p.batch != 1))
-    throw Refusal{"a product of blocks that arrive has no gate, and one batch."};
+  if (c.hooks != nullptr && c.hooks->blocks.flags != nullptr &&
+      (c.gate.data != nullptr || p.batch != 1 || c.hooks->arrival.flags != nullptr ||
+       c.hooks->departure.ranks.world > 0)) {
+    throw Refusal{"a product of blocks that arrive has no gate, one batch, and no rows that come or go."};
+  }
   if (c.hooks != nullptr && c.hooks->arrival.own.data != nullptr) {
     const ArrivalHook& h = c.hooks->arrival;
     const int64_t rows = h.ranks.row_end[h.ranks.rank] - h.ranks.begin(h.ranks.rank);
