@@ -45,11 +45,11 @@ class Word(NamedTuple):
 
 
 WORDS = (
-    Word("kArrived", "arrived(i)", "kMaxChunks", "a copy stream of the sender, from its GPU; own: my enter kernel",
+    Word("kArrived", "arrived(i)", "kMaxChunks", "a copy stream of the sender, from its GPU, or its product, where that stores rows; own: my enter kernel",
          "behind the rows of chunk i (gather); behind chunk c of my rows, from rank s, where I have P chunks and "
          "i = s * P + c (scatter)",
-         "a copy of 4 bytes, of the sender's epoch, after the copy of the rows on the same stream; own chunks: a plain "
-         "store, stream order", "`ld.acquire.sys`: the product's loading thread"),
+         "a copy of 4 bytes, of the sender's epoch, after the copy of the rows on the same stream; a product: as "
+         "`counter`, then `st.release.sys`; own chunks: a plain store, stream order", "`ld.acquire.sys`: the product's loading thread"),
     Word("kEntered", "entered(p)", "kMaxRanks", "the enter kernel of rank p, from its GPU",
          "rank p has come to this call", "`st.release.sys`", "`ld.acquire.sys`: thread p of my enter kernel"),
     Word("kEpoch", "epoch()", "1", "my enter kernel", "when all peers have come to this call", "`st.release.sys`",
@@ -61,9 +61,10 @@ WORDS = (
          "1: all rows of chunk c are in the send buffer; 0: taken", "`st.release.sys`; `cuStreamWriteValue32`",
          "`cuStreamWaitValue32` (== 1) on my copy stream"),
     Word("kCounters", "counter(c)", "kMaxChunks", "my product, a thread of each CTA",
-         "how much of the rows of chunk c is stored; who completes it sets 0 and rings the bell",
+         "how much of the rows of chunk c is stored; who completes it sets 0 and rings the bell, or, where the product "
+         "stores rows in peers' memory, writes `arrived` and `sums` there",
          "`__threadfence_system`, then `atom.acq_rel.gpu`; the 0 is a plain store", "the same threads"),
-    Word("kSums", "sums(c)", "kMaxChunks", "a copy stream of the owner, from its GPU",
+    Word("kSums", "sums(c)", "kMaxChunks", "a copy stream of the owner, from its GPU, or its product",
          "behind the sums of chunk c (all-reduce)", "as `arrived`",
          "`ld.acquire.sys`: a thread of each CTA of the collect kernel"),
 )  # fmt: skip

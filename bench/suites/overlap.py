@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import check_known
 from ..suite import Case, Options, Suite, Variant, Workload
-from .overlap_shapes import AR, OPS, shapes
+from .overlap_shapes import AG, AR, OPS, shapes
 
 if TYPE_CHECKING:
     from ..context import Context
@@ -30,9 +30,11 @@ OURS = {
     "cuda": ("nccl+cublas", "nccl+streamk", "fused"),
     "cpu": ("gloo+blas", "gloo+streamk"),
 }
-# What not every operation has: all-reduce has no fused one in torch.
+DEPARTURES = ("copies", "stores")  # tpkernels.comm.departures.WAYS, without torch
+# What not every operation has: rows do not depart from a gather, all-reduce has no fused one in torch.
 _ALL = frozenset(OPS.values())
 _TAKES = {
+    **{f"ours:fused:{way}": _ALL - {AG} for way in DEPARTURES},
     "symm_mem": _ALL - {AR},
     "symm_mem:one_shot": frozenset({AR}),
     "symm_mem:two_shot": frozenset({AR}),
@@ -61,6 +63,10 @@ class OverlapSuite(Suite):
             *(
                 Variant(f"ours:{path}", "ours", f"tpkernels with path={path!r}")
                 for path in OURS[options.device]
+            ),
+            *(
+                Variant(f"ours:fused:{way}", "ours", f"path='fused' with TPK_DEPARTURE={way}")
+                for way in (DEPARTURES if options.device == "cuda" else ())
             ),
             Variant(
                 "symm_mem", "peer", "torch.ops.symm_mem.fused_all_gather_matmul, fused_matmul_reduce_scatter"

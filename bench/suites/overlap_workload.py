@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import tpkernels as tpk
+from tpkernels.comm.departures import DEPARTURE
 
 from ..context import Context
 from ..suite import Case, Check, Runnable, Skip, Workload
@@ -28,7 +31,8 @@ class OverlapWorkload(Workload):
         """Collective: every rank prepares the same variants in the same order."""
         problem = self.problem
         if variant == "ours" or variant.startswith("ours:"):
-            return _ours(problem, variant.removeprefix("ours").removeprefix(":") or "auto")
+            path, _, departure = variant.removeprefix("ours").removeprefix(":").partition(":")
+            return _ours(problem, path or "auto", departure)
         if variant in ("nccl+cublas", "gloo+blas"):
             return _SEQUENCES[problem.op](problem)
         if variant == "gemm":
@@ -53,19 +57,21 @@ class OverlapWorkload(Workload):
 # ours
 
 
-def _ours(problem: Problem, path: str) -> Runnable:
+def _ours(problem: Problem, path: str, departure: str) -> Runnable:
     p = problem
+    environment = {DEPARTURE: departure} if departure else {}
     # torch's caching allocator provides the results; a captured graph writes to those that were allocated last.
     outputs: list[Tensor | None] = [None] * p.copies
 
     def launch(i: int) -> None:
         i %= p.copies
-        if p.op == AG:
-            outputs[i] = tpk.all_gather_matmul(p.x[i], p.w[i].t(), p.group, path=path)
-        elif p.op == RS:
-            outputs[i] = tpk.matmul_reduce_scatter(p.x[i], p.w[i].t(), p.group, path=path)
-        else:
-            outputs[i] = tpk.matmul_all_reduce(p.x[i], p.w[i].t(), p.group, path=path)
+        with mock.patch.dict(os.environ, environment):
+            if p.op == AG:
+                outputs[i] = tpk.all_gather_matmul(p.x[i], p.w[i].t(), p.group, path=path)
+            elif p.op == RS:
+                outputs[i] = tpk.matmul_reduce_scatter(p.x[i], p.w[i].t(), p.group, path=path)
+            else:
+                outputs[i] = tpk.matmul_all_reduce(p.x[i], p.w[i].t(), p.group, path=path)
 
     try:
         launch(0)

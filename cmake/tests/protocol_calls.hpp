@@ -42,6 +42,7 @@ constexpr const char* kMutations[] = {"none",
 enum class Kind { kGather, kScatter, kSum, kBlocks };
 constexpr int kNumKinds = 4;
 enum class Kinds { kGather, kScatter, kSum, kBlocks, kAll };  // of a run's calls; all: in turn
+enum class Departures { kCopied, kStored, kBoth };            // of scatters and sums; both: in turn
 enum class Stop { kNever, kBeforeEnter, kPushes, kProduct };
 
 struct Options {
@@ -49,6 +50,7 @@ struct Options {
   int ctas = 2;
   int calls = 100;
   Kinds kinds = Kinds::kAll;
+  Departures departures = Departures::kBoth;
   uint32_t first_epoch = 0;
   uint32_t seed = 1;
   std::chrono::nanoseconds timeout = std::chrono::seconds(60);
@@ -86,7 +88,8 @@ struct BlockCall {
 // One call, the same on every rank.
 struct Call {
   Kind kind = Kind::kGather;
-  bool reads = true;  // a gather whose rows nobody reads: a product without columns
+  bool stored = false;  // a scatter or sum whose rows CTAs write to other ranks' buffers, without an engine
+  bool reads = true;    // a gather whose rows nobody reads: a product without columns
   std::vector<int64_t> rows;
   ChunkList chunks;
   BlockCall factors;
@@ -119,6 +122,8 @@ inline Call make_call(const Options& o, int index) {
     return call;
   }
   const bool scatter = call.kind != Kind::kGather;
+  call.stored = scatter && (o.departures == Departures::kStored ||
+                            (o.departures == Departures::kBoth && random() % 2 != 0));
   call.reads = o.equal_shards || scatter || random() % 4 != 0;
   const auto all = random() % 8;  // 0: no rows at all, 1: one rank has all
   const auto one = static_cast<int>(random() % o.world);

@@ -66,7 +66,7 @@ class Rank {
         std::fill_n(buffer(rank_), buffer_rows(o_.world), kPoison);
       if (mutated(Mutation::kEnterBeforeJoin)) say_next();
       joined_.arrive_and_wait();
-      if (failed_.load() || stops(Stop::kPushes)) break;
+      if (failed_.load() || stops(Stop::kPushes) || (call_.stored && stops(Stop::kProduct))) break;
       std::fill(own_.begin(), own_.end(), kPoison);
       std::fill(out_.begin(), out_.end(), kPoison);
       std::fill(send_.begin(), send_.end(), kPoison);
@@ -192,7 +192,8 @@ class Rank {
       } else if (call_.kind == Kind::kBlocks) {
         for (const auto& p : blocks::pushes_of(call_.factors.holders, call_.factors.cut, rank_))
           engine.push(p);
-      } else if (!push_scatter(engine, call_.chunks, order_, rank_, call_.kind == Kind::kSum)) {
+      } else if (!call_.stored &&
+                 !push_scatter(engine, call_.chunks, order_, rank_, call_.kind == Kind::kSum)) {
         fail("engine", engine.missed);
       }
       joined_.arrive_and_wait();
@@ -289,18 +290,26 @@ class Rank {
   }
 
   bool sent(const Tile& tile, Random& random) {
-    for (int64_t row = tile.begin; row < tile.end; ++row) {
-      send_[tile.owner * kMostShardRows + row] = value_of(index_, rank_, row);
-    }
+    const bool early = call_.stored && mutated(Mutation::kFlagBeforeRows);
+    if (early) ring(tile);
+    pause(random, early);
+    uint32_t* const to = call_.stored ? slot(tile.owner, rank_) : &send_[tile.owner * kMostShardRows];
+    for (int64_t row = tile.begin; row < tile.end; ++row) to[row] = value_of(index_, rank_, row);
     pause(random);
-    ring(tile);
+    if (!early) ring(tile);
     return true;
   }
 
   void ring(const Tile& tile) {
     for_chunks(tile, [&](int c, int64_t rows) {
-      count_and_ring(memory_, page(rank_), c, static_cast<uint32_t>(rows),
-                     static_cast<uint32_t>(call_.chunks.rows(c)));
+      const auto more = static_cast<uint32_t>(rows);
+      const auto target = static_cast<uint32_t>(call_.chunks.rows(c));
+      if (call_.stored) {
+        const Told told = told_of(call_.chunks, rank_, o_.world, c);
+        count_and_tell(memory_, pages(), rank_, c, more, target, told.first, told.end, told.word);
+      } else {
+        count_and_ring(memory_, page(rank_), c, more, target);
+      }
       return true;
     });
   }
@@ -338,6 +347,9 @@ class Rank {
       }
       expect(sum, want);
       out_[row] = sum;
+      for (int peer = 0; call_.stored && call_.kind == Kind::kSum && peer < o_.world; ++peer) {
+        if (peer != rank_) results(peer, rank_)[row] = sum;
+      }
     }
     g_.rows_read.fetch_add((tile.end - tile.begin) * o_.world, std::memory_order_relaxed);
     if (call_.kind == Kind::kSum) ring(tile);

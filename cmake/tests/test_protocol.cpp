@@ -2,8 +2,8 @@
 // delays, shards that change with every call, and poisoned buffers; ranks that stop; and what must go wrong
 // if a part of the protocol is left out. Also which chunks are sent, in which order.
 //
-// With the name of a mutation as argument only that is run, for ThreadSanitizer to find; with "blocks" behind
-// it in calls of that kind.
+// With the name of a mutation as argument only that is run, for ThreadSanitizer to find; with "blocks" or
+// "stored" behind it in calls of that kind.
 #include <cstring>
 #include <set>
 #include <stdexcept>
@@ -39,8 +39,10 @@ std::string words_of(const Failure& f) {
 
 // ---- Runs in which everything is right.
 
-void check_run(int world, int ctas, Kinds kinds, uint32_t first_epoch, int calls) {
+void check_run(int world, int ctas, Kinds kinds, uint32_t first_epoch, int calls,
+               Departures departures = Departures::kBoth) {
   Options o;
+  o.departures = departures;
   o.world = world;
   o.ctas = ctas;
   o.kinds = kinds;
@@ -112,13 +114,16 @@ std::vector<std::string> wrong_after_stop(const Group& group) {
     }
     expect(ok, words_of(f));
   }
-  const size_t late = static_cast<size_t>(o.world) - (o.stop == Stop::kProduct ? 0 : 1);
+  // A rank whose copy engine waits for its product notices itself.
+  const bool notices = o.stop == Stop::kProduct && o.departures == Departures::kCopied;
+  const size_t late = static_cast<size_t>(o.world) - (notices ? 0 : 1);
   expect(ranks.size() == late, std::to_string(ranks.size()) + " ranks noticed");
   return wrong;
 }
 
-void check_stop(Stop stop, Kinds kinds, int world, int stopped) {
+void check_stop(Stop stop, Kinds kinds, int world, int stopped, Departures departures) {
   Options o;
+  o.departures = departures;
   o.world = world;
   o.kinds = kinds;
   o.calls = 6;
@@ -148,13 +153,14 @@ void check_stop(Stop stop, Kinds kinds, int world, int stopped) {
 
 // kinds: of the calls; kAll: one in which the mutation does something, another for each seed. Not several:
 // calls of one would make ranks wait for each other between those of another.
-Options mutated(Mutation mutation, int seed, Kinds kinds) {
+Options mutated(Mutation mutation, int seed, Kinds kinds, Departures departures) {
   Options o;
+  o.departures = departures;
   o.world = 5;
   o.calls = 200;
-  o.kinds = kinds != Kinds::kAll                     ? kinds
-            : mutation == Mutation::kSendBeforeBell  ? Kinds::kScatter
-            : mutation == Mutation::kFirstBlockOnly  ? Kinds::kBlocks
+  o.kinds = kinds != Kinds::kAll                                                         ? kinds
+            : mutation == Mutation::kSendBeforeBell || departures == Departures::kStored ? Kinds::kScatter
+            : mutation == Mutation::kFirstBlockOnly                                      ? Kinds::kBlocks
             : mutation == Mutation::kEnterBeforeJoin ? Kinds::kGather
                                                      : static_cast<Kinds>(seed % kNumKinds);
   o.seed = static_cast<uint32_t>(seed);
@@ -164,16 +170,19 @@ Options mutated(Mutation mutation, int seed, Kinds kinds) {
 }
 
 // Whether rows were wrong, or a wait was in vain, within `runs` runs.
-bool goes_wrong(Mutation mutation, int runs, Kinds kinds) {
+bool goes_wrong(Mutation mutation, int runs, Kinds kinds, Departures departures = Departures::kBoth) {
   for (int seed = 1; seed <= runs; ++seed) {
-    Options o = mutated(mutation, seed, kinds);
+    Options o = mutated(mutation, seed, kinds, departures);
     o.ends_when_wrong = true;
     Group group(o);
     run(group);
     ++cases;
     if (group.wrong.load() == 0 && group.failures.empty()) continue;
     std::printf("%s%s: %lld wrong rows and %zu waits in vain in run %d\n",
-                kMutations[static_cast<int>(mutation)], kinds == Kinds::kBlocks ? " in blocks" : "",
+                kMutations[static_cast<int>(mutation)],
+                kinds == Kinds::kBlocks             ? " in blocks"
+                : departures == Departures::kStored ? " of what is stored"
+                                                    : "",
                 static_cast<long long>(group.wrong.load()), group.failures.size(), seed);
     return true;
   }
@@ -181,11 +190,11 @@ bool goes_wrong(Mutation mutation, int runs, Kinds kinds) {
 }
 
 // For ThreadSanitizer, which ends the program at the first race.
-int run_mutated(const char* name, Kinds kinds) {
+int run_mutated(const char* name, Kinds kinds, Departures departures) {
   for (int m = 1; m < static_cast<int>(std::size(kMutations)); ++m) {
     if (std::strcmp(name, kMutations[m]) != 0) continue;
     for (int seed = 1; seed <= 20; ++seed) {
-      Group group(mutated(static_cast<Mutation>(m), seed, kinds));
+      Group group(mutated(static_cast<Mutation>(m), seed, kinds, departures));
       run(group);
     }
     return 0;
@@ -259,7 +268,7 @@ void check_all_chunks() {
       std::vector<int64_t> shards(world, rows);
       shards[world / 2] = 0;
       shards[0] = 3 * rows;
-      const ChunkList out = cut_departing(shards, 16384, false);
+      const ChunkList out = cut_departing(shards, 16384, false, false);
       for (int owner = 0; owner < world; ++owner) {
         std::set<int32_t> used;
         for (int sender = 0; sender < world; ++sender) {
@@ -326,8 +335,9 @@ void check_block_calls() {
 
 int run_all(int argc, char** argv) {
   if (argc > 1) {
-    const bool of_blocks = argc > 2 && std::strcmp(argv[2], "blocks") == 0;
-    return run_mutated(argv[1], of_blocks ? Kinds::kBlocks : Kinds::kAll);
+    const auto of = [&](const char* what) { return argc > 2 && std::strcmp(argv[2], what) == 0; };
+    return run_mutated(argv[1], of("blocks") ? Kinds::kBlocks : Kinds::kAll,
+                       of("stored") ? Departures::kStored : Departures::kBoth);
   }
   check_all_chunks();
   check_orders();
@@ -340,6 +350,8 @@ int run_all(int argc, char** argv) {
     check_run(world, 2 + world % 2, Kinds::kAll, kNearWrap, kCalls);
     check_run(world, 2, world % 3 == 2 ? Kinds::kGather : Kinds::kScatter, 0, kCalls);
     check_run(world, 3, Kinds::kSum, 0x7ffffff0, kCalls);
+    check_run(world, 3, world % 2 == 0 ? Kinds::kScatter : Kinds::kSum, kNearWrap, kCalls,
+              Departures::kStored);
   }
   for (const int world : {8, 4, 3, 2}) check_run(world, 2 + world % 2, Kinds::kBlocks, kNearWrap, kCalls);
   check_run(9, 2, Kinds::kBlocks, 0x7ffffff0, kCalls / 4);
@@ -349,8 +361,11 @@ int run_all(int argc, char** argv) {
     for (const Stop stop : {Stop::kBeforeEnter, Stop::kPushes, Stop::kProduct}) {
       const bool needs_peers_product = kinds == Kinds::kScatter || kinds == Kinds::kSum;
       if (stop == Stop::kProduct && !needs_peers_product) continue;
-      for (const int stopped : {0, 5}) check_stop(stop, kinds, 8, stopped);
-      check_stop(stop, kinds, 2, 1);
+      for (const int stopped : {0, 5}) check_stop(stop, kinds, 8, stopped, Departures::kCopied);
+      check_stop(stop, kinds, 2, 1, Departures::kCopied);
+      if (stop != Stop::kProduct) continue;
+      for (const int stopped : {0, 5}) check_stop(stop, kinds, 8, stopped, Departures::kStored);
+      check_stop(stop, kinds, 2, 1, Departures::kStored);
     }
   }
 #if !defined(__SANITIZE_THREAD__)
@@ -358,6 +373,12 @@ int run_all(int argc, char** argv) {
   for (int m = 1; m < static_cast<int>(Mutation::kRelaxedStores); ++m) {
     TPK_CHECK(goes_wrong(static_cast<Mutation>(m), 40, Kinds::kAll),
               std::string("nothing came of ") + kMutations[m]);
+  }
+  // What is stored by CTAs has no engine.
+  for (const Mutation m : {Mutation::kSkipEntered, Mutation::kFlagBeforeRows, Mutation::kEnterBeforeRead,
+                           Mutation::kReadBeforeFlag}) {
+    TPK_CHECK(goes_wrong(m, 40, Kinds::kAll, Departures::kStored),
+              std::string("nothing came, where rows are stored, of ") + kMutations[static_cast<int>(m)]);
   }
   // Blocks have no bell. Who has multiplied has read all that it is sent: by then all pushes have ended.
   for (const Mutation m : {Mutation::kSkipEntered, Mutation::kFlagBeforeRows, Mutation::kEnterBeforeRead,

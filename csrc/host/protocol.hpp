@@ -171,6 +171,20 @@ TPK_HD void count_and_ring(const Memory& memory, const Page& mine, int chunk, ui
   memory.template store_release<Scope::kSys>(mine.bell(chunk), 1u);
 }
 
+// Where rows are written to peers' buffers by those who computed them: who completes the chunk writes the
+// epoch to word `word` of the pages of ranks [first, end), but not of `rank`.
+template <class Memory>
+TPK_HD void count_and_tell(const Memory& memory, const Page* pages, int rank, int chunk, uint32_t more,
+                           uint32_t target, int first, int end, int word) {
+  const Page& mine = pages[rank];
+  if (memory.add_acq_rel(mine.counter(chunk), more) + more != target) return;
+  *mine.counter(chunk) = 0;
+  const uint32_t epoch = epoch_of(memory, mine);
+  for (int r = first; r < end; ++r) {
+    if (r != rank) memory.template store_release<Scope::kSys>(pages[r].words + word, epoch);
+  }
+}
+
 // What the copy stream does by a wait for the value 1 and a write of 0.
 template <class Memory>
 TPK_HD bool take_bell(const Memory& memory, const Page& mine, int chunk, int rank, Missed* missed) {

@@ -92,6 +92,15 @@ TPK_HD int sender_of_block(const BlockArrival& h, int word) {
   return rank;
 }
 
+// A departure whose tiles are stored in other ranks' memory, not in `others`: no copy engine moves them. All
+// of these are addressed by row of M, and have rows as far apart as `others` has.
+struct StoredHook {
+  bool on = false;
+  void* slots[kMaxRanks] = {};  // for what is partial of a rank's rows; own: unused
+  int32_t num_sums = 0;
+  void* sums[kMaxRanks] = {};  // for the sums of own rows, beside the call's out
+};
+
 // Departure: rows of the result that belong to other ranks go, rounded, to `others` [M, N]; the call's out,
 // and residual, are the own rows alone, [own rows, N], and only they are finished: the sum over ranks in
 // their order, the own product in its place, then bias, then residual. What rank r computed of the own rows
@@ -114,6 +123,18 @@ struct DepartureHook {
   int32_t num_blocks = 0;
   RowSpan blocks[kMaxChunks] = {};
   uint32_t* ticket = nullptr;  // 0 when the product begins; null: the launcher makes one
+  StoredHook stored;
+};
+
+// Instead of bells, where tiles are stored in other ranks' memory: *epoch is written (release, system scope)
+// to word[c] of the pages of ranks [first[c], end[c]), but not of this one.
+struct PeerWords {
+  const uint32_t* epoch = nullptr;  // null: there are bells
+  int32_t rank = 0;
+  uint32_t* pages[kMaxRanks] = {};
+  int16_t word[kMaxChunks] = {};
+  int8_t first[kMaxChunks] = {};
+  int8_t end[kMaxChunks] = {};
 };
 
 // Doorbell: when every tile that has rows of a chunk is in memory, bells[c] is set to 1 (release, system
@@ -127,6 +148,7 @@ struct DoorbellHook {
   int32_t silent_end = 0;
   int32_t row_end[kMaxChunks] = {};
   uint32_t target[kMaxChunks] = {};  // filled by the launcher
+  PeerWords peers;
 };
 
 struct GemmHooks {

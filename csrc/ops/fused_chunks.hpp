@@ -20,10 +20,10 @@ inline protocol::ChunkList gathered_chunks(const std::vector<int64_t>& shard_row
   return protocol::cut_chunks(shard_rows, gathered_pitch(k) * kBytes);
 }
 
-// sums: those of own rows go to all ranks.
+// sums: those of own rows go to all ranks. stored: by the product, not by copy engines.
 inline protocol::ChunkList departing_chunks(const std::vector<int64_t>& shard_rows, int64_t n, int64_t bytes,
-                                            bool sums) {
-  return protocol::cut_departing(shard_rows, departing_pitch(n, bytes) * bytes, sums);
+                                            bool sums, bool stored) {
+  return protocol::cut_departing(shard_rows, departing_pitch(n, bytes) * bytes, sums, stored);
 }
 
 }  // namespace tpk::ops

@@ -166,8 +166,9 @@ STABLE_TORCH_LIBRARY(tpkernels, m) {
   // 8], which has all rows behind the call if it is to be whole, else those of others; for a reduce-scatter
   // of a slot [most rows of a shard, N'] for each rank, where N' is N rounded up to 16 bytes. a_shard [own
   // rows, K], K contiguous; outs and preacts [M, N_i], gathered [M, K]; out and residual [own rows, N'], send
-  // (scratch) [M, N'], all three contiguous and of one dtype. more_a and more_b: as above. Waits for ranks
-  // end after timeout_s: the launch fails, and comm_fault says why.
+  // (scratch) [M, N'], all three contiguous and of one dtype; without send the product stores its tiles in
+  // other ranks' memory itself, which all ranks have to do alike. more_a and more_b: as above. Waits for
+  // ranks end after timeout_s: the launch fails, and comm_fault says why.
   m.def(
       "fused_all_gather_matmul(Tensor a_shard, Tensor[] bs, Tensor[] biases, int[] bias_of, str activation, "
       "Tensor(o!)[] outs, Tensor(p!)[] preacts, Tensor(g!)? gathered, int[] shard_rows, int rank, "
@@ -175,14 +176,14 @@ STABLE_TORCH_LIBRARY(tpkernels, m) {
       "()");
   m.def(
       "fused_matmul_reduce_scatter(Tensor a, Tensor b, Tensor? bias, Tensor? residual, Tensor(o!) out, "
-      "Tensor(s!) send, int[] shard_rows, int rank, int[] addresses, float timeout_s, str schedule, str "
+      "Tensor(s!)? send, int[] shard_rows, int rank, int[] addresses, float timeout_s, str schedule, str "
       "tile, "
       "int multiprocessors, Tensor[]? more_a=None, Tensor[]? more_b=None) -> ()");
   // As above, but every rank gets all rows: out [M, N], contiguous; the memory also has room for [M, N
   // rounded up to 16 bytes] behind the slots.
   m.def(
       "fused_matmul_all_reduce(Tensor a, Tensor b, Tensor? bias, Tensor? residual, Tensor(o!) out, "
-      "Tensor(s!) send, int[] shard_rows, int rank, int[] addresses, float timeout_s, str schedule, str "
+      "Tensor(s!)? send, int[] shard_rows, int rank, int[] addresses, float timeout_s, str schedule, str "
       "tile, "
       "int multiprocessors, Tensor[]? more_a=None, Tensor[]? more_b=None) -> ()");
   // One rank's block of a product whose factors lie in blocks on all ranks: out [M, N] = sum over steps of a
@@ -250,11 +251,13 @@ STABLE_TORCH_LIBRARY(tpkernels, m) {
   // fused_all_gather_matmul, fused_matmul_reduce_scatter or fused_matmul_all_reduce (named without fused_),
   // as rows of every rank, shard_rows, come or go. Other kernels know no ranks. out_bytes: of an element of
   // the result. biased: all that finishes is a bias, which whole tiles of the Hopper kernel add on the way.
+  // stored: the fused op is given no send.
   m.def(
       "streamk_plan(int batch, int m, int n, int k, str device, str schedule='auto', int workers=0, "
       "int splits=1, int multiprocessors=0, str tile='', bool gated=False, bool finishes=False, "
       "bool outer_major=False, int[] group_sizes=[], str dtype='bfloat16', str collective='', "
-      "int[] shard_rows=[], int rank=0, int out_bytes=2, bool biased=False) -> (str, int[], float)");
+      "int[] shard_rows=[], int rank=0, int out_bytes=2, bool biased=False, bool stored=False) -> (str, "
+      "int[], float)");
   // Tiles of the Hopper kernel whose CTAs take whole ones, as many as streamk_plan looks at: names, cheapest
   // first.
   m.def(

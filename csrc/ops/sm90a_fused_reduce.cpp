@@ -26,7 +26,7 @@ struct Departure {
   const std::optional<Tensor>& bias;
   const std::optional<Tensor>& residual;
   tpk::Matrix out;
-  const Tensor& send;
+  const std::optional<Tensor>& send;  // none: the product stores tiles in other ranks' memory
   const Tensors& more_a;
   const Tensors& more_b;
   bool sends_own = false;  // the sums of own rows go on to other ranks
@@ -41,7 +41,7 @@ class Scatter {
     pitch_ = tpk::ops::departing_pitch(d.b.size(1), bytes);
     row_bytes_ = static_cast<size_t>(pitch_ * bytes);
     slot_rows_ = *std::max_element(shard_rows.begin(), shard_rows.end());
-    chunks_ = tpk::ops::departing_chunks(shard_rows, d.b.size(1), bytes, d.sends_own);
+    chunks_ = tpk::ops::departing_chunks(shard_rows, d.b.size(1), bytes, d.sends_own, !d.send);
     order_ = tpk::protocol::leaving_order(chunks_, g.rank(), g.world(), d.sends_own);
   }
 
@@ -60,11 +60,13 @@ class Scatter {
     const int64_t k = d_.a.size(1);
     check_matrix(d_.op, "a", d_.a, m, k);
     check_matrix(d_.op, "b", d_.b, k, n);
-    check_matrix(d_.op, "send", d_.send, m, pitch_);
     TPK_REQUIRE(n > 0 && k > 0, d_.op, ": K and N must be above 0: there is nothing to launch.");
     TPK_REQUIRE(d_.b.scalar_type() == d_.a.scalar_type(), d_.op, ": b must be of a's dtype.");
-    TPK_REQUIRE(d_.send.is_contiguous() && tpk::ops::kind_of(d_.send) == d_.out.kind, d_.op,
-                ": send must be contiguous and of out's dtype.");
+    if (d_.send) {
+      check_matrix(d_.op, "send", *d_.send, m, pitch_);
+      TPK_REQUIRE(d_.send->is_contiguous() && tpk::ops::kind_of(*d_.send) == d_.out.kind, d_.op,
+                  ": send must be contiguous and of out's dtype.");
+    }
     if (d_.bias) {
       TPK_REQUIRE(d_.bias->is_cuda() && d_.bias->dim() == 1 && d_.bias->size(0) == n, d_.op,
                   ": bias must be a CUDA tensor [N].");
@@ -90,7 +92,8 @@ class Scatter {
     std::copy(chunks_.row_end, chunks_.row_end + chunks_.count, bells.row_end);
     tpk::DepartureHook& departure = hooks_.departure;
     departure.ranks = g_.rows;
-    departure.others = {d_.send.data_ptr(), 0, pitch_, 1, d_.out.kind};
+    departure.others = {d_.send ? d_.send->data_ptr() : nullptr, 0, pitch_, 1, d_.out.kind};
+    if (!d_.send) store_in_peers(bells, departure);
     departure.slots = slot(g_.rank(), 0).data;
     departure.row_stride = static_cast<int64_t>(row_bytes_);
     departure.slot_stride = slot_rows_ * departure.row_stride;
@@ -123,8 +126,17 @@ class Scatter {
   }
 
   // The product, and behind it, chunk by chunk, what the others own of it, and the sums that go to all.
-  void run(CopyEngine::Call& engine) {
+  void run(int device) {
+    if (d_.send) engine_.emplace(CopyEngine::of(device), g_.stream);  // beside the product, not behind it
     tpk::ops::run_hopper(d_.op, call_, workspace_, g_.stream);
+    if (d_.send) push(*engine_);
+  }
+  void join() {
+    if (engine_) engine_->join();
+  }
+
+ private:
+  void push(CopyEngine::Call& engine) {
     struct Pushes {
       CopyEngine::Call& engine;
       const Scatter& s;
@@ -136,8 +148,8 @@ class Scatter {
       void push(int owner, int32_t chunk, int index) {
         const int32_t begin = s.chunks_.begin(chunk);
         engine.push(s.slot(owner, s.g_.rank()).from(begin - s.g_.rows.begin(owner)),
-                    Rows{s.d_.send.data_ptr(), s.row_bytes_}.from(begin), s.row_bytes_, s.chunks_.rows(chunk),
-                    s.g_.page(owner).arrived(index), s.g_.mine().epoch());
+                    Rows{s.d_.send->data_ptr(), s.row_bytes_}.from(begin), s.row_bytes_,
+                    s.chunks_.rows(chunk), s.g_.page(owner).arrived(index), s.g_.mine().epoch());
       }
       void send_sums(int32_t chunk) {
         const int64_t begin = s.chunks_.begin(chunk);
@@ -152,7 +164,27 @@ class Scatter {
     tpk::protocol::push_scatter(pushes, chunks_, order_, g_.rank(), d_.sends_own);
   }
 
- private:
+  // Where tiles go in other ranks' memory, and who is told.
+  void store_in_peers(tpk::DoorbellHook& bells, tpk::DepartureHook& departure) const {
+    tpk::PeerWords& words = bells.peers;
+    words.epoch = g_.mine().epoch();
+    words.rank = g_.rank();
+    for (int r = 0; r < g_.world(); ++r) words.pages[r] = g_.page(r).words;
+    for (int32_t c = 0; c < chunks_.count; ++c) {
+      const tpk::protocol::Told told = tpk::protocol::told_of(chunks_, g_.rank(), g_.world(), c);
+      words.word[c] = static_cast<int16_t>(told.word);
+      words.first[c] = static_cast<int8_t>(told.first);
+      words.end[c] = static_cast<int8_t>(told.end);
+    }
+    tpk::StoredHook& stored = departure.stored;
+    stored.on = true;
+    for (int step = 1; step < g_.world(); ++step) {
+      const int peer = tpk::protocol::scatter_peer(g_.rank(), step, g_.world());
+      stored.slots[peer] = slot(peer, g_.rank()).from(-g_.rows.begin(peer)).data;
+      if (d_.sends_own) stored.sums[stored.num_sums++] = results(peer).data;
+    }
+  }
+
   const Departure& d_;
   const Group& g_;
   int64_t pitch_ = 0;
@@ -163,12 +195,13 @@ class Scatter {
   GemmHooks hooks_;
   GemmCall call_;
   Workspace workspace_;
+  std::optional<CopyEngine::Call> engine_;
 };
 
 void fused_matmul_reduce_scatter(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias,
-                                 const std::optional<Tensor>& residual, const Tensor& out, const Tensor& send,
-                                 const std::vector<int64_t>& shard_rows, int64_t rank,
-                                 const std::vector<int64_t>& addresses, double timeout_s,
+                                 const std::optional<Tensor>& residual, const Tensor& out,
+                                 const std::optional<Tensor>& send, const std::vector<int64_t>& shard_rows,
+                                 int64_t rank, const std::vector<int64_t>& addresses, double timeout_s,
                                  const std::string& schedule, const std::string& tile,
                                  int64_t multiprocessors, const Tensors& more_a, const Tensors& more_b) {
   TPK_REQUIRE(a.is_cuda() && a.dim() == 2 && b.dim() == 2, kReduce,
@@ -183,18 +216,17 @@ void fused_matmul_reduce_scatter(const Tensor& a, const Tensor& b, const std::op
   scatter.prepare(schedule, tile, multiprocessors, device);
 
   launch_sync(kReduce, tpk::sm90a::enter_function(), g);
-  CopyEngine::Call engine(CopyEngine::of(device), g.stream);
-  scatter.run(engine);
-  engine.join();
+  scatter.run(device);
+  scatter.join();
 }
 
 // The owner of some rows sends their sums to all, through a buffer of results [M, N rounded up to 16 bytes]
 // behind the slots, from which they are copied to `out` as they arrive. Its own ones go straight there,
 // unless rows of `out` have no room for whole units.
 void fused_matmul_all_reduce(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias,
-                             const std::optional<Tensor>& residual, const Tensor& out, const Tensor& send,
-                             const std::vector<int64_t>& shard_rows, int64_t rank,
-                             const std::vector<int64_t>& addresses, double timeout_s,
+                             const std::optional<Tensor>& residual, const Tensor& out,
+                             const std::optional<Tensor>& send, const std::vector<int64_t>& shard_rows,
+                             int64_t rank, const std::vector<int64_t>& addresses, double timeout_s,
                              const std::string& schedule, const std::string& tile, int64_t multiprocessors,
                              const Tensors& more_a, const Tensors& more_b) {
   TPK_REQUIRE(a.is_cuda() && a.dim() == 2 && b.dim() == 2, kAllReduce,
@@ -216,8 +248,7 @@ void fused_matmul_all_reduce(const Tensor& a, const Tensor& b, const std::option
   scatter.prepare(schedule, tile, multiprocessors, device);
 
   launch_sync(kAllReduce, tpk::sm90a::enter_function(), g);
-  CopyEngine::Call engine(CopyEngine::of(device), g.stream);
-  scatter.run(engine);
+  scatter.run(device);
   tpk::sm90a::CollectParams collect{scatter.chunks(),
                                     static_cast<const char*>(results.data),
                                     static_cast<int64_t>(results.pitch),
@@ -229,7 +260,7 @@ void fused_matmul_all_reduce(const Tensor& a, const Tensor& b, const std::option
               static_cast<int>(std::min<int64_t>(multiprocessors > 0 ? multiprocessors : INT32_MAX,
                                                  tpk::sm90a::kCollectCtas)),
               tpk::sm90a::kCollectThreads);
-  engine.join();
+  scatter.join();
 }
 
 }  // namespace

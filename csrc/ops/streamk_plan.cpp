@@ -96,7 +96,7 @@ tpk::Element parse_element(const std::string& dtype) {
 
 // What the fused ops (ops/sm90a_fused_{gather,reduce}.cpp) tell the planner of rows that come and go.
 tpk::sm90a::Ranks ranks_of(const std::string& collective, const std::vector<int64_t>& shard_rows,
-                           int64_t rank, int64_t m, int64_t n, int64_t k, int64_t out_bytes) {
+                           int64_t rank, int64_t m, int64_t n, int64_t k, int64_t out_bytes, bool stored) {
   tpk::sm90a::Ranks ranks;
   if (collective.empty()) return ranks;
   const bool gather = collective == "all_gather_matmul";
@@ -111,8 +111,9 @@ tpk::sm90a::Ranks ranks_of(const std::string& collective, const std::vector<int6
               " ranks, and rank one of them, but there are ", world, " and rank is ", rank, ".");
   TPK_REQUIRE(out_bytes == 2 || out_bytes == 4, "streamk_plan: out_bytes must be 2 or 4, but it is ",
               out_bytes, ".");
-  const tpk::protocol::ChunkList chunks = gather ? tpk::ops::gathered_chunks(shard_rows, k)
-                                                 : tpk::ops::departing_chunks(shard_rows, n, out_bytes, sums);
+  const tpk::protocol::ChunkList chunks =
+      gather ? tpk::ops::gathered_chunks(shard_rows, k)
+             : tpk::ops::departing_chunks(shard_rows, n, out_bytes, sums, stored);
   ranks.direction = gather ? tpk::sm90a::Direction::kArrival : tpk::sm90a::Direction::kDeparture;
   ranks.rows.world = static_cast<int32_t>(world);
   ranks.rows.rank = static_cast<int32_t>(rank);
@@ -134,7 +135,7 @@ std::tuple<std::string, std::vector<int64_t>, double> streamk_plan(
     int64_t workers, int64_t splits, int64_t multiprocessors, const std::string& tile, bool gated,
     bool finishes, bool outer_major, const std::vector<int64_t>& group_sizes, const std::string& dtype,
     const std::string& collective, const std::vector<int64_t>& shard_rows, int64_t rank, int64_t out_bytes,
-    bool biased) {
+    bool biased, bool stored) {
   TPK_REQUIRE(device == "sm80" || device == "cpu" || device == "sm90-portable" || is_hopper(device),
               "streamk_plan: device must be 'cpu', 'cuda', 'sm80', 'sm90', 'sm90-portable', 'sm90-fp8', "
               "'sm90-fp8-fast' or 'sm90-fp8-blocks', but it is '",
@@ -158,7 +159,7 @@ std::tuple<std::string, std::vector<int64_t>, double> streamk_plan(
               "streamk_plan: a product with a collective takes no batch and no group_sizes.");
   const auto ranks = [&] {
     try {
-      return ranks_of(collective, shard_rows, rank, m, n, k, out_bytes);
+      return ranks_of(collective, shard_rows, rank, m, n, k, out_bytes, stored);
     } catch (const std::invalid_argument& error) {
       throw std::runtime_error(tpk::ops::sentence("streamk_plan: ", error.what()));
     }

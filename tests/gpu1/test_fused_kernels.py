@@ -7,6 +7,7 @@ tests/gpun.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import subprocess
 import sys
@@ -92,11 +93,12 @@ def test_reduce(tile: str, world: int, generator: torch.Generator) -> None:
         bs = [pitched(whole(k, n, generator=generator)) for _ in rows]
         want = sum(a.double() @ b.double() for a, b in zip(as_, bs, strict=True))
         ranks.poison()
-        for schedule in ["auto", "data_parallel"]:
-            outs = ranks.reduce(as_, bs, rows, tile=tile, schedule=schedule, out_dtype=torch.float32)
+        for schedule, stored in itertools.product(["auto", "data_parallel"], [False, True]):
+            options = {"tile": tile, "schedule": schedule, "stored": stored}
+            outs = ranks.reduce(as_, bs, rows, out_dtype=torch.float32, **options)
             for rank, (out, part) in enumerate(zip(outs, want.split(rows), strict=True)):
                 assert torch.equal(out.double(), part), (
-                    f"rank {rank} of {world}, {rows} rows, K {k}, N {n}, {schedule}"
+                    f"rank {rank} of {world}, {rows} rows, K {k}, N {n}, {options}"
                 )
 
 
@@ -113,19 +115,21 @@ def test_rows_leave_in_chunks(
     as_, b = [integers(total, k, **ones) for _ in rows], integers(k, n, **ones)
     want = (sum(a.double() for a in as_) @ b.double()).to(dtype)
     ranks.poison()
-    for _ in range(2):
-        outs = ranks.reduce(as_, [b] * world, rows, tile=tile, out_dtype=dtype)
+    options = {"tile": tile, "out_dtype": dtype}
+    for stored in (False, True, False):
+        outs = ranks.reduce(as_, [b] * world, rows, stored=stored, **options)
         assert torch.equal(torch.cat(outs), want)
-    if tile == "":
+    for stored in (False, True) if tile == "" else ():
         op = OPS.fused_matmul_all_reduce
-        for out in ranks.reduce(as_, [b] * world, rows, tile=tile, out_dtype=dtype, op=op):
+        for out in ranks.reduce(as_, [b] * world, rows, op=op, stored=stored, **options):
             assert torch.equal(out, want)
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("stored", [False, True])
 def test_reduce_adds_rounded_partials_in_rank_order(
-    world: int, dtype: torch.dtype, generator: torch.Generator
+    stored: bool, world: int, dtype: torch.dtype, generator: torch.Generator
 ) -> None:
     """Peers' partials rounded, the own one not, then bias and residual: bitwise, with the same plan of one tile."""
     ranks = Ranks(world, 8 << 20)
@@ -136,7 +140,7 @@ def test_reduce_adds_rounded_partials_in_rank_order(
     bs = [randn(1, k, n, dtype=dtype, generator=generator)[0].t().contiguous().t() for _ in rows]
     bias = randn(n, dtype=torch.float32, generator=generator)
     residuals = [randn(1, r, n, dtype=dtype, generator=generator)[0] for r in rows]
-    outs = ranks.reduce(as_, bs, rows, bias=bias, residuals=residuals, **options)
+    outs = ranks.reduce(as_, bs, rows, bias=bias, residuals=residuals, stored=stored, **options)
     wide = []
     for a, b in zip(as_, bs, strict=True):
         wide.append(filled(1, total, n, dtype=torch.float32))
@@ -169,10 +173,11 @@ def test_all_reduce(world: int, generator: torch.Generator) -> None:
         for dtype in (torch.bfloat16, torch.float32):
             added = {"bias": bias, "residuals": [r.to(dtype) for r in residuals], "out_dtype": dtype}
             parts = one.reduce(as_, bs, rows, **added)
-            outs = every.reduce(as_, bs, rows, op=OPS.fused_matmul_all_reduce, **added)
-            assert all(torch.equal(out, torch.cat(parts)) for out in outs), (
-                f"{world} ranks, {rows} rows, N {n}"
-            )
+            for stored in (False, True):
+                outs = every.reduce(as_, bs, rows, op=OPS.fused_matmul_all_reduce, stored=stored, **added)
+                assert all(torch.equal(out, torch.cat(parts)) for out in outs), (
+                    f"{world} ranks, {rows} rows, N {n}, stored {stored}"
+                )
 
 
 def test_calls_in_turn(generator: torch.Generator) -> None:
@@ -180,7 +185,7 @@ def test_calls_in_turn(generator: torch.Generator) -> None:
     world = 4
     gather, reduce = Ranks(world, 4 << 20), Ranks(world, 8 << 20)
     order = torch.Generator().manual_seed(generator.initial_seed())
-    for _ in range(60):
+    for call in range(60):
         pick = torch.randint(1, 1200, (4,), generator=order).tolist()
         cuts = sorted(x % pick[0] for x in pick[1:]) if pick[0] > 1 else [0, 0, 0]
         rows = [b - a for a, b in zip([0, *cuts], [*cuts, pick[0]], strict=True)]
@@ -192,11 +197,13 @@ def test_calls_in_turn(generator: torch.Generator) -> None:
         )
         want = a.double() @ b.double()
         assert all(torch.equal(out[0].double(), want) for out in outs), rows
-        parts = reduce.reduce([a] * world, [b] * world, rows, order=turn, out_dtype=torch.float32)
+        options = {"order": turn, "stored": call % 3 == 1, "out_dtype": torch.float32}
+        parts = reduce.reduce([a] * world, [b] * world, rows, **options)
         assert torch.equal(torch.cat(parts).double(), world * want), rows
 
 
-def test_graphs(generator: torch.Generator) -> None:
+@pytest.mark.parametrize("stored", [False, True])
+def test_graphs(stored: bool, generator: torch.Generator) -> None:
     """Every rank's calls captured, replayed on new data, mixed with eager calls of another shape."""
     world, m, k, n = 2, 700, 512, 392
     gather, reduce = Ranks(world, 4 << 20), Ranks(world, 4 << 20)
@@ -206,7 +213,7 @@ def test_graphs(generator: torch.Generator) -> None:
     b = whole(k, n, generator=generator)
     outs = [filled(m, n, dtype=torch.float32) for _ in rows]
     sums = [filled(r, n, dtype=torch.float32) for r in rows]
-    sends = [filled(m, n, dtype=torch.float32) for _ in rows]
+    sends = [None if stored else filled(m, n, dtype=torch.float32) for _ in rows]
 
     def gathers(rank: int) -> None:
         OPS.fused_all_gather_matmul(
@@ -262,10 +269,11 @@ a, b = (torch.randn(512, 512, device="cuda").bfloat16() for _ in range(2))
 out = torch.empty(512, 512, device="cuda", dtype=torch.bfloat16)
 if {op!r} != "enter":
     memory[0].view(torch.int32)[64 + 1] = 1  # the other rank came, and then did nothing
-if {op!r} != "reduce":
+if {op!r} not in ("reduce", "stored"):
     ops.fused_all_gather_matmul(a[:256], [b], [], [], "none", [out], [], None, rows, 0, addresses, *tail)
 else:
-    ops.fused_matmul_reduce_scatter(a, b, None, None, out[:256].clone(), out, rows, 0, addresses, *tail)
+    send = out if {op!r} == "reduce" else None
+    ops.fused_matmul_reduce_scatter(a, b, None, None, out[:256].clone(), send, rows, 0, addresses, *tail)
 try:
     torch.cuda.synchronize()
 except RuntimeError:
@@ -278,6 +286,7 @@ except RuntimeError:
     [
         ("gather", "slab 0 of chunk 1 of a: its flag is 0, expected 1. Rank 1, which sends it, did not."),
         ("reduce", "row 0 of what rank 1 adds: its flag is 0, expected 1. Rank 1, which sends it, did not."),
+        ("stored", "row 0 of what rank 1 adds: its flag is 0, expected 1. Rank 1, which sends it, did not."),
         ("enter", "rank 1 to begin the same call: its flag is 0, expected 1."),
     ],
 )

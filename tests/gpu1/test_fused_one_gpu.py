@@ -18,9 +18,11 @@ import fused_small
 import pytest
 import torch
 from fused_checks import FUSED
+from fused_departures import departing
 from op_checks import check_all_gather_matmul, check_reduce, on_device
 from streamk_cases import hopper_only
 
+from tpkernels.comm import departures
 from tpkernels.testing import RankPool
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "spawn"))
@@ -44,6 +46,15 @@ LIMIT = 4.0  # seconds until a stalled rank is reported
 )
 def test_values(shared_gpu_ranks, seed, check, world, dtype):
     shared_gpu_ranks.run(on_device, check, FUSED, dtype, seed, world=world)
+
+
+@pytest.mark.parametrize("way", departures.WAYS)
+@pytest.mark.parametrize("world, dtype", [(2, BF16), (3, F16)])
+def test_departures(shared_gpu_ranks, seed, world, dtype, way):
+    check = fused_checks.check_scatter
+    shared_gpu_ranks.run(on_device, departing, way, check, FUSED, dtype, seed, world=world)
+    shared_gpu_ranks.run(on_device, departing, way, check_reduce, dtype, True, FUSED, world=world)
+    shared_gpu_ranks.run(on_device, departing, way, fused_checks.check_large, FUSED, dtype, seed, world=world)
 
 
 @pytest.mark.parametrize("world", [2, 3])

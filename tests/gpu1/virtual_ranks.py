@@ -114,7 +114,8 @@ class Ranks:
             "the test's buffers are too small"
         )
         outs = [filled(m, n, dtype=dtype) if "op" in options else filled(r, pitch, dtype=dtype) for r in rows]
-        sends = [filled(m, pitch, dtype=dtype) for _ in rows]
+        stored = options.get("stored", False)  # by the products themselves, in the memory of other ranks
+        sends = [None if stored else filled(m, pitch, dtype=dtype) for _ in rows]
         residuals = [
             None if r is None else widened(r, pitch) for r in options.get("residuals", [None] * self.world)
         ]

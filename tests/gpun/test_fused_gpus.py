@@ -14,9 +14,11 @@ import fused_small
 import pytest
 import torch
 from fused_checks import FUSED
+from fused_departures import check_who_moves, departing
 from hopper_gpus import COUNT, ENDS, WORLDS, hopper_gpus
-from op_checks import check_all_gather_matmul, on_device
+from op_checks import check_all_gather_matmul, check_reduce, on_device
 
+from tpkernels.comm import departures
 from tpkernels.testing import RankPool
 
 BF16, F16 = torch.bfloat16, torch.float16
@@ -72,19 +74,34 @@ def test_huge(gpu_ranks, seed, check, world):
     gpu_ranks.run(on_device, check, FUSED, seed, world=world, timeout=600)
 
 
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("way", departures.WAYS)
+@pytest.mark.parametrize("check", [fused_checks.check_scatter, fused_checks.check_large])
+def test_departures(gpu_ranks, seed, check, way, world):
+    gpu_ranks.run(on_device, departing, way, check, FUSED, BF16, seed, world=world)
+    gpu_ranks.run(on_device, departing, way, check_reduce, BF16, True, FUSED, world=world)
+
+
+def test_who_moves_what_departs(gpu_ranks):
+    gpu_ranks.run(on_device, check_who_moves, FUSED, "Memcpy PtoP", world=2)
+
+
 REPEATS = [fused_behaviour.check_repeats, fused_small.check_repeats_by_two_steps]
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("world", ENDS)
+@pytest.mark.parametrize("way", departures.WAYS)
 @pytest.mark.parametrize("check", REPEATS)
-def test_ten_thousand_repeats(gpu_ranks, seed, check, world):
-    gpu_ranks.run(on_device, check, FUSED, 10_000, seed, world=world, timeout=600)
+def test_ten_thousand_repeats(gpu_ranks, seed, check, way, world):
+    gpu_ranks.run(on_device, departing, way, check, FUSED, 10_000, seed, world=world, timeout=600)
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_cuda_graphs(gpu_ranks, seed, world):
-    gpu_ranks.run(on_device, fused_graphs.check_graphs, FUSED, 1000, seed, world=world, timeout=240)
+@pytest.mark.parametrize("way", departures.WAYS)
+def test_cuda_graphs(gpu_ranks, seed, way, world):
+    check = fused_graphs.check_graphs
+    gpu_ranks.run(on_device, departing, way, check, FUSED, 1000, seed, world=world, timeout=240)
 
 
 @pytest.mark.parametrize("world", ENDS)

@@ -143,12 +143,14 @@ def test_calls_are_enqueued_in_the_order_of_the_page() -> None:
     own = source("csrc/ops/gather_pushes.hpp").partition("void copy_rows(")[2]
     assert "g_.stream)" in own, "own rows are copied on the caller's stream"
     reduce = source("csrc/ops/sm90a_fused_reduce.cpp")
-    run = reduce.partition("void run(")[2]
-    assert run.index("run_hopper(") < run.index("push_scatter(")
+    run = reduce.partition("void run(")[2].partition("void push(")[0]
+    order = ["engine_.emplace(", "run_hopper(", "push(*engine_)"]  # it forks in front of the product
+    assert [run.index(step) for step in order] == sorted(run.index(step) for step in order)
+    assert "push_scatter(" in reduce.partition("void push(CopyEngine")[2]
     for call, collects in (("kReduce", False), ("kAllReduce", True)):
-        body = reduce.partition(f"launch_sync({call}, tpk::sm90a::enter")[2].partition("engine.join()")[0]
-        assert "scatter.run(engine)" in body
-        assert ("collect_function" in body.partition("scatter.run(engine)")[2]) is collects
+        body = reduce.partition(f"launch_sync({call}, tpk::sm90a::enter")[2].partition("scatter.join()")[0]
+        assert "scatter.run(device)" in body
+        assert ("collect_function" in body.partition("scatter.run(device)")[2]) is collects
     gathers, scatters = (
         source("csrc/host/pushes.hpp").partition("void push_gather(")[2].split("bool push_scatter(")
     )

@@ -15,6 +15,7 @@ import fused_small
 import op_checks
 import pytest
 import torch
+from fused_departures import departing
 from fused_fakes import on_fakes
 
 from tpkernels.comm import runtime
@@ -47,6 +48,23 @@ def test_every_argument_of_the_gather(ranks, uneven):
 @pytest.mark.parametrize("uneven", [False, True])
 def test_sums_scattered_and_for_all(ranks, uneven):
     ranks.run(on_fakes, op_checks.check_reduce, torch.bfloat16, uneven, PATH, world=3, timeout=100)
+
+
+def check_who_stores(ctx, way, sums, scattered, seed):
+    """Values, and whether products store what is summed for all, and what is scattered."""
+    stored = runtime.active.stored
+    departing(ctx, way, fused_small.check_repeats_by_two_steps, PATH, 4, seed)
+    assert set(stored) == {sums}
+    stored.clear()
+    departing(ctx, way, fused_checks.check_scatter, PATH, torch.bfloat16, seed)
+    assert set(stored) == {scattered}
+
+
+@pytest.mark.parametrize(
+    "way,sums,scattered", [("copies", False, False), ("stores", True, True), ("auto", True, False)]
+)
+def test_departures(ranks, seed, way, sums, scattered):
+    ranks.run(on_fakes, check_who_stores, way, sums, scattered, seed, world=3, timeout=200)
 
 
 def test_shapes_that_change(ranks, seed):

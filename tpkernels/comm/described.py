@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import torch
 
-from tpkernels.comm import conditions, ranks, runtime, small
+from tpkernels.comm import conditions, departures, ranks, runtime, small
 from tpkernels.comm.auto import Asked, Decision
 from tpkernels.errors import BackendError
 from tpkernels.ops._groups import Group
@@ -45,6 +46,12 @@ def transfers(
         how = (
             f"the copy engine pushes each shard to {peers} peers in chunks of rows; a tile of the {sum(rows)} rows "
             "waits for its chunks only"
+        )
+    elif departures.stores(asked.op, rows, asked.ns[0] * asked.out_dtype.itemsize, os.environ):
+        how = (
+            f"rows of {peers} peers are computed and stored in their memory by the product itself, chunk by chunk; "
+            "what comes is added when this rank's own chunks are stored"
+            + (", here and in the memory of all" if asked.op == "matmul_all_reduce" else "")
         )
     elif asked.op == "matmul_all_reduce":
         how = (

@@ -9,6 +9,7 @@ Small calls are kernels of their own beside any product: :mod:`~tpkernels.comm.s
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tpkernels.comm import ranks, runtime, small, workspace
+from tpkernels.comm import departures, ranks, runtime, small, workspace
 from tpkernels.comm.choice import MOST_PAIRS
 from tpkernels.comm.faults import Reported, timeout_s
 from tpkernels.comm.gathered import Gathered, Use
@@ -251,6 +252,7 @@ def _prepared(
         size = workspace.scatter_bytes if scatters else workspace.sum_bytes
         kind = "scatter" if scatters else "sum"
         space = workspace.ensure(group, device, kind, size(rows, n, out.element_size()))
+        stored = departures.stores(op, rows, n * out.element_size(), os.environ)
         # Rows of tiles begin where shards do, and TMA starts at multiples of 16 bytes of what is contiguous.
         lefts, rights = _factors(as_, bs, by_columns=all(end % 8 == 0 for end in accumulate(rows)))
         before: list[Any] = [
@@ -259,7 +261,7 @@ def _prepared(
             bias,
             None if residual is None else _widened(residual, wide),
             out,
-            out.new_empty(total, wide),
+            None if stored else out.new_empty(total, wide),
             list(rows),
             group.rank,
             list(space.addresses),

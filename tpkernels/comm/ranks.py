@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from tpkernels import _extensions
-from tpkernels.comm import conditions, nvshmem, runtime
+from tpkernels.comm import conditions, departures, nvshmem, runtime
 from tpkernels.errors import BackendError, GroupError
 from tpkernels.ops import _groups
 from tpkernels.ops._groups import Group
@@ -48,10 +48,12 @@ def compare(group: Group, device: torch.device) -> str | None:
 def _facts(group: Group, device: torch.device) -> conditions.RankFacts:
     facts = runtime.active.facts(device)
     without = nvshmem.missing(os.environ, _extensions.why_not("_C_nvshmem"), runtime.active.alone(group))
+    missing = facts.missing or without or departures.missing(os.environ) or ""
     carrier = (
-        f"{nvshmem.TRANSPORT}={nvshmem.transport(os.environ)} in memory of {nvshmem.backend(os.environ)}"
+        f"{nvshmem.TRANSPORT}={nvshmem.transport(os.environ)} in memory of {nvshmem.backend(os.environ)}, "
+        f"{departures.DEPARTURE}={departures.asked(os.environ)}"
     )
-    return facts._replace(missing=facts.missing or without or "", carrier=carrier, tunes=mode.active())
+    return facts._replace(missing=missing, carrier=carrier, tunes=mode.active())
 
 
 def require(group: Group, device: torch.device) -> None:

@@ -66,7 +66,7 @@ class Product(NamedTuple):
     in neither factor. group_sizes: of a grouped product, as many factors [k, n] for m rows in all. dtype: of the
     factors, as torch.ops.tpkernels.streamk_plan names it. collective, shard_rows and rank: of a rank's part of that
     fused operation, whose rows, of every rank, come or go; the Hopper kernel alone has such plans. out_bytes: of an
-    element of the result. biased: a bias is all that finishes.
+    element of the result. biased: a bias is all that finishes. stored: rows leave by the product's own stores.
     """
 
     batch: int
@@ -83,6 +83,7 @@ class Product(NamedTuple):
     rank: int = 0
     out_bytes: int = 2
     biased: bool = False
+    stored: bool = False
 
 
 class Machine(NamedTuple):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tpkernels.comm import auto, described, small
+from tpkernels.comm import auto, departures, described, small
 from tpkernels.comm.auto import Asked
 from tpkernels.errors import ArgumentError
 from tpkernels.fp8 import api as fp8
@@ -188,6 +189,9 @@ def explain(op: str, a: Any, b: Any, group: _groups.GroupLike = None, **options:
         product = product._replace(dtype=_plans.dtype_name(operand.dtype))
     if members is not None and prefix == f"{_paths.FUSED}+" and way is None and op in described.OPS:
         product = product._replace(collective=op, shard_rows=tuple(rows), rank=members.rank)
+        if op != "all_gather_matmul":
+            row_bytes = product.n * product.out_bytes
+            product = product._replace(stored=departures.stores(op, rows, row_bytes, os.environ))
     machine = _plans.machine_of(device, operand.device, product.dtype)
     plans = _plans.candidates(product, machine)
     plan_why = _plans.why(product, machine, plans[0])

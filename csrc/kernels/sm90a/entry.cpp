@@ -146,6 +146,8 @@ void fill_departure(GemmParams& p, const GemmCall& c, TileId tile) {
   p.departs = p.plain = true;
   p.out = output_of(h.others, c.problem);
   Output own = output_of(c.out, q);
+  // As far apart as a slot's, also where there is one row alone: other ranks' memory is addressed alike.
+  p.out.row_stride = own.row_stride = h.row_stride;
   own.data = reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(own.data) - first * own.row_stride);
   own.aligned = p.out.aligned = true;  // rows have room for whole units
   p.own_rows = {first, static_cast<int32_t>(first + q.m), own, h.ranks.world - 1};

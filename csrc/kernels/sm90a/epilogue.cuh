@@ -30,6 +30,27 @@ __device__ __forceinline__ void store_plain(const GemmParams& p, const Output& t
   }
 }
 
+// The same in a departure: rows of others to where they are summed, sums of own ones to all that want them.
+template <class Tile>
+__device__ __forceinline__ void store_departing(const GemmParams& p, const WorkItem& item, int row,
+                                                const Accumulators<Tile>& acc, const StagingBuffer& staging) {
+  const StoredHook& stored = p.hooks.departure.stored;
+  const bool stays = item.addends > 0;
+  Output to = stays ? p.own_rows.out : p.out;
+  if (!stays && stored.on) {
+    int owner = 0;
+    while (p.hooks.departure.ranks.row_end[owner] < item.m_end) ++owner;
+    to.data = stored.slots[owner];
+  }
+  const int more = stays ? stored.num_sums : 0;
+#pragma unroll 1
+  for (int i = 0;; ++i) {  // one copy of the code: it is long
+    store_plain<Tile>(p, to, item, row, acc, staging);
+    if (i == more) break;
+    to.data = stored.sums[i];
+  }
+}
+
 // v = unit number `unit` of the accumulators, or v *= scale * it. A run-time index would put the accumulators
 // into local memory: select instead.
 template <class Tile, bool kMultiply, int kValues>
@@ -182,8 +203,17 @@ __device__ __forceinline__ void store_finished(const GemmParams& p, const WorkIt
 template <class Tile>
 constexpr int kBellUnits = Tile::kAccumulators / 16;
 
+// Chunk c is in the memory of those who wait for it. Who counted it has acquired what other CTAs stored.
+__device__ __forceinline__ void tell_peers(const PeerWords& w, int c) {
+  const uint32_t epoch = comm::load_acquire<comm::Scope::kGpu>(w.epoch);
+#pragma unroll 1
+  for (int r = w.first[c]; r < w.end[c]; ++r) {
+    if (r != w.rank) comm::store_release<comm::Scope::kSys>(w.pages[r] + w.word[c], epoch);
+  }
+}
+
 // Says that `units` of a tile of so many rows are in memory, after a fence of system scope behind all that
-// stored them: the last one of a chunk of rows rings its bell. One thread.
+// stored them: the last one of a chunk of rows rings its bell, or tells other ranks. One thread.
 __device__ __forceinline__ void count_stored(const GemmParams& p, const WorkItem& item, int rows, int units) {
   const DoorbellHook& h = p.hooks.doorbell;
   const int tile_end = min(item.m + rows, item.m_end);
@@ -194,7 +224,11 @@ __device__ __forceinline__ void count_stored(const GemmParams& p, const WorkItem
       const auto more = static_cast<uint32_t>(units);
       if (comm::add_acq_rel(h.counters + c, more) + more == h.target[c]) {
         h.counters[c] = 0;
-        comm::store_release<comm::Scope::kSys>(h.bells + c, 1u);
+        if (h.peers.epoch != nullptr) {
+          tell_peers(h.peers, c);
+        } else {
+          comm::store_release<comm::Scope::kSys>(h.bells + c, 1u);
+        }
       }
     }
     begin = end;

@@ -102,7 +102,7 @@ __device__ __forceinline__ void run_consumer(const GemmParams& p, SharedStorage<
     const StagingBuffer staging(s.staging[4 * consumer]);
     const int first = item.m + row + 16 * staging.warp;
     if (p.plain) {
-      store_plain<Tile>(p, addends > 0 ? p.own_rows.out : p.out, item, first, acc, staging);
+      store_departing<Tile>(p, item, first, acc, staging);
     } else if constexpr (Tile::kScaled) {
       store_biased<Tile>(p, item, first, acc, s.bias[consumer], staging);
     } else {
