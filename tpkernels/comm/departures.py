@@ -14,7 +14,7 @@ from tpkernels.comm import choice, nvshmem
 DEPARTURE = "TPK_DEPARTURE"
 COPIES, STORES = WAYS = ("copies", "stores")
 
-# Of the result, up to which products store. Two H200 (bench/results/2026-11-30_h200x2_departures.json).
+# Of the result, up to which products store. Two H200: bench/results/2026-11-30_h200x2_departures.json.
 MOST_BYTES = {choice.SCATTER: 0, choice.SUM: 24 << 20}
 
 
