@@ -45,11 +45,13 @@ class Word(NamedTuple):
 
 
 WORDS = (
-    Word("kArrived", "arrived(i)", "kMaxChunks", "a copy stream of the sender, from its GPU, or its product, where that stores rows; own: my enter kernel",
+    Word("kArrived", "arrived(i)", "kMaxChunks",
+         "a copy stream of the sender, from its GPU, or its product, where that stores rows; own: my enter kernel",
          "behind the rows of chunk i (gather); behind chunk c of my rows, from rank s, where I have P chunks and "
          "i = s * P + c (scatter)",
          "a copy of 4 bytes, of the sender's epoch, after the copy of the rows on the same stream; a product: as "
-         "`counter`, then `st.release.sys`; own chunks: a plain store, stream order", "`ld.acquire.sys`: the product's loading thread"),
+         "`counter`, then `st.release.sys`; own chunks: a plain store, stream order",
+         "`ld.acquire.sys`: the product's loading thread"),
     Word("kEntered", "entered(p)", "kMaxRanks", "the enter kernel of rank p, from its GPU",
          "rank p has come to this call", "`st.release.sys`", "`ld.acquire.sys`: thread p of my enter kernel"),
     Word("kEpoch", "epoch()", "1", "my enter kernel", "when all peers have come to this call", "`st.release.sys`",
