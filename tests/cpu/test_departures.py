@@ -41,14 +41,15 @@ def test_what_is_no_way_is_refused_on_all_ranks():
 
 
 def test_plans_of_what_is_stored_have_other_chunks():
-    """Two shards of 8 MiB: two chunks of 4 where the product stores, one where a copy moves each."""
+    """Two shards of 12 MiB: three chunks of 512 rows where the product stores, two of 768 where copies move them."""
     op = torch.ops.tpkernels.streamk_plan
     size = {
         "collective": "matmul_all_reduce",
-        "shard_rows": [1024, 1024],
+        "shard_rows": [1536, 1536],
         "rank": 0,
-        "tile": "128x256x64/2x1",
+        "tile": "192x192x64/1x1",
     }
-    plans = [op(1, 2048, 4096, 2048, "sm90", **size, stored=stored) for stored in (False, True)]
-    assert [plan[1][3] for plan in plans] == [128, 128]  # tiles: chunks end where they do
-    assert plans[0][2] > 0 and plans[1][2] > 0
+    copied, stored = (op(1, 3072, 4096, 2048, "sm90", **size, stored=way)[1][3] for way in (False, True))
+    columns = -(-4096 // 192)
+    assert copied == 2 * 2 * 4 * columns  # rows of tiles begin anew with every chunk
+    assert stored == 2 * 3 * 3 * columns
